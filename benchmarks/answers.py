@@ -29,7 +29,7 @@ FORMS = {
 
 
 def main() -> None:
-    """Answer in both ways, in turns."""
+    """Measure both implementations in turns."""
     parser = record.command_line(__file__, __doc__)
     parser.add_argument("items", type=int, nargs="?", help=f"default: {ITEMS}")
     parser.add_argument("tokens", type=int, nargs="?", help=f"default: {TOKENS}")
@@ -70,13 +70,13 @@ def main() -> None:
 
 
 def ours(backend: Any, prompts: list[list[int]], batch: int, options: Any) -> list[list[int]]:
-    """Answer as scorecards do."""
+    """Generate answers as scorecards do."""
     answers: list[list[int]] = backend.generate(prompts, batch_size=batch, **options)
     return answers
 
 
 def theirs(backend: Any, prompts: list[list[int]], batch: int, options: Any) -> list[list[int]]:
-    """Answer batch by batch with `generate` of transformers."""
+    """Generate answers batch by batch with transformers' `generate`."""
     model, answers = backend.causal_lm.eval(), []
     for start in range(0, len(prompts), batch):
         some = prompts[start : start + batch]
@@ -86,7 +86,7 @@ def theirs(backend: Any, prompts: list[list[int]], batch: int, options: Any) -> 
         for row, prompt in enumerate(some):
             ids_BT[row, width - len(prompt) :] = torch.tensor(prompt)
             mask_BT[row, width - len(prompt) :] = 1
-        with torch.inference_mode(), backend._compute():  # noqa: SLF001  # as ours has it
+        with torch.inference_mode(), backend._compute():  # noqa: SLF001  # as in ours
             output = model.generate(
                 input_ids=ids_BT,
                 attention_mask=mask_BT,

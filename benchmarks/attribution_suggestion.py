@@ -51,7 +51,7 @@ LOWER = record.Better.LOWER
 
 
 def main() -> None:
-    """Measure KL and loss of all modules at once, with and without what is left out."""
+    """Measure KL and loss with all modules quantized, and with some skipped."""
     parser = record.command_line(__file__, __doc__)
     parser.add_argument("run", type=Path, nargs="?", help="finished run of task=attribute")
     given = record.begin(parser)
@@ -83,7 +83,7 @@ def main() -> None:
 def measured(
     run: RunDir, attribution: Attribution
 ) -> Iterator[tuple[tuple[Side, str], WholeRecord]]:
-    """Yield what quantizing at once costs, on each side, whatever is left out."""
+    """Yield the cost of joint quantization on each side, for each set of skipped modules."""
     config = typed(from_yaml(run.config))
     cache, shape = cache_root(), shape_of(config.model)
     base = resolve(config.model, cache)
@@ -109,8 +109,8 @@ def measured(
 
 
 def drawn(attribution: Attribution, skip: set[str]) -> Iterator[str]:
-    """Draw a module of the same kind for each one of the suggestion."""
-    generator = random.Random(0)  # noqa: S311  # nothing secret
+    """Draw a random module of the same kind for each suggested one."""
+    generator = random.Random(0)  # noqa: S311  # not for secrets
     free = [one for one in attribution.modules if one["path"] not in skip]
     for kind in (one["kind"] for one in attribution.modules if one["path"] in skip):
         chosen = generator.choice([one for one in free if one["kind"] == kind] or free)

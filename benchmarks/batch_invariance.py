@@ -28,7 +28,7 @@ BATCH = 16
 
 
 def main() -> None:
-    """Answer in both ways, in each dtype."""
+    """Generate answers alone and in batches, in each dtype."""
     parser = record.command_line(__file__, __doc__)
     parser.add_argument("items", type=int, nargs="?", help=f"default: {ITEMS}")
     parser.add_argument("tokens", type=int, nargs="?", help=f"default: {TOKENS}")
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def loaded(overrides: list[str]) -> tuple[Any, Any]:
-    """Return a model without adapter and without quantization, and its tokenizer."""
+    """Return an unquantized model without adapter, and its tokenizer."""
     usual = ["backend=lora", "trainer=cpu", "logger=none"]
     config = typed(compose([[*usual, *overrides]])[0].values)
     base = resolve(config.model, cache_root())
@@ -78,7 +78,7 @@ def texts(backend: Any, tokenizer: Any, items: int, tokens: int, batch: int) -> 
 
 
 def apart(one: str, other: str) -> int:
-    """Return the first character that differs."""
+    """Return the position of the first difference."""
     places = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(places, min(len(one), len(other)))
 

@@ -25,11 +25,11 @@ SCORES = Path(__file__).with_name("scores.json")
 SEEDS = (3, 5, 6, 10)
 REPLICATES, DRAWS = 1000, 500
 ALPHA, POWER = 0.05, 0.8
-LOWEST = 2  # values; rows of one value have no differences
+LOWEST = 2  # distinct values; constant rows have no differences
 
 
 class Rates(NamedTuple):
-    """Shares of the simulated studies of each kind, and the effect that was planted."""
+    """Fractions of simulated studies with each result, and the planted effect."""
 
     false: float
     bootstrap_false: float
@@ -40,10 +40,10 @@ class Rates(NamedTuple):
 def calibrated(
     rows: list[list[float]], seeds: int, draw_seed: int = 0, studies: int = REPLICATES
 ) -> Rates:
-    """Simulate studies of two equal arms, and of two that differ by the stated effect."""
+    """Simulate studies of two equal arms, and of two arms with the planted effect."""
     generator = np.random.default_rng(draw_seed)
     nulls = differences(rows, seeds, generator, studies)
-    sd = float(differences(rows, seeds, generator, studies).std())  # the true one, of all of them
+    sd = float(differences(rows, seeds, generator, studies).std())  # over all studies: the true SD
     effect = minimum_detectable(sd, seeds, ALPHA, POWER)
     assert effect is not None, "two seeds have a spread"
     planted = differences(rows, seeds, generator, studies) + effect
@@ -58,7 +58,7 @@ def calibrated(
 def differences(
     rows: list[list[float]], seeds: int, generator: np.random.Generator, studies: int
 ) -> np.ndarray:
-    """Return [study, seed] differences of two arms that are one."""
+    """Return [study, seed] differences of two identical arms."""
     table = np.asarray(rows, float)
     runs, items = table.shape
 
@@ -72,13 +72,13 @@ def differences(
 
 
 def is_significant(study: np.ndarray) -> bool:
-    """Tell whether a study gets a verdict of better or worse."""
+    """Return whether a study gets a verdict of better or worse."""
     p = paired(study.tolist(), ALPHA).p
     return p is not None and p < ALPHA
 
 
 def excludes_zero(study: np.ndarray, generator: np.random.Generator) -> bool:
-    """Tell the same of the percentile bootstrap over the seeds."""
+    """Return whether the percentile bootstrap interval over seeds excludes zero."""
     drawn = generator.integers(0, len(study), (DRAWS, len(study)))
     low, high = np.quantile(study[drawn].mean(axis=1), [ALPHA / 2, 1 - ALPHA / 2])
     return bool(low > 0 or high < 0)

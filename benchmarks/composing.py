@@ -30,7 +30,7 @@ CELLS = [
 
 
 def main() -> None:
-    """Measure in turns, so that a busy moment falls on both."""
+    """Measure in turns, so that load on the machine affects both."""
     given = record.begin(record.command_line(__file__, __doc__))
     cells, rounds = (CELLS[:1], 1) if given.smallest else (CELLS, ROUNDS)
     theirs, ours = [], []
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def of_hydra(cells: list[list[str]]) -> None:
-    """Compose each cell as Hydra does."""
+    """Compose each cell with Hydra's compose API."""
     prepare_hydra()
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(config_directory()), version_base=VERSION_BASE):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 QUESTION = "How do time and memory of a corpus grow with its size?"
 SCRIPT = str(Path(__file__).resolve())
 GIGABYTES, SMALLEST = (0.1, 1.0), (0.0001, 0.0002)
-TINY = ("model=tiny_llama", "data.seq_len=2048")  # whose tokens are bytes
+TINY = ("model=tiny_llama", "data.seq_len=2048")  # byte-level tokenizer
 STEPS = "validate,dedupe,split"
 EVERY_S = 0.2
 LINES = 12
@@ -42,7 +42,7 @@ HIGHER, LOWER = record.Better.HIGHER, record.Better.LOWER
 
 
 class Took(NamedTuple):
-    """What a stage of a corpus took."""
+    """The cost of one stage."""
 
     seconds: float
     cpu_seconds: float
@@ -58,7 +58,7 @@ def main() -> None:
     given = record.begin(parser)
     overrides = TINY if given.smallest else ()
     stages = ["steps"] if given.no_encode else ["steps", "encode"]
-    if not given.no_encode:  # whose weights are made once, outside of what is measured
+    if not given.no_encode:  # its weights are created once, before the measurement
         timed([SCRIPT, "resolve", *overrides])
     figures, for_a_byte = [], []
     for gigabytes in given.gigabytes or (SMALLEST if given.smallest else GIGABYTES):
@@ -101,7 +101,7 @@ def main() -> None:
 
 
 def write_rows(path: Path, size: float) -> int:
-    """Write distinct rows of Python, so many bytes of them; return how many rows."""
+    """Write distinct Python rows of about `size` bytes; return the number of rows."""
     rng = random.Random(0)  # noqa: S311 - no secret
     names = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=6)) for _ in range(20_000)]
     rows = written = 0
@@ -125,7 +125,7 @@ def write_rows(path: Path, size: float) -> int:
 
 
 def parsed(path: Path) -> float:
-    """Return the processor time that parsing every row and hashing its text take."""
+    """Return the CPU time of parsing every row and hashing its text."""
     began = time.process_time()
     with path.open("rb") as file:
         for line in file:
@@ -134,21 +134,21 @@ def parsed(path: Path) -> float:
 
 
 def through_steps(folder: Path, steps: str) -> Took:
-    """Take the rows of a folder through steps of task=corpus."""
+    """Run steps of task=corpus on the rows in a directory."""
     command = ["-m", "mens_exp", f"hydra.run.dir={folder}/run", "task=corpus"]
     command += [f"corpus.steps=[{steps}]", f"corpus.input={folder}/rows.jsonl"]
     return watched([*command, f"corpus.output={folder}/corpus"])
 
 
 def encoded(folder: Path, steps: str, overrides: Sequence[str]) -> Took:
-    """Encode what the steps have left."""
+    """Encode the rows that remain after the steps."""
     names = steps.split(",")
     last = folder / "corpus" / f"{len(names):02d}-{names[-1]}"
     return watched([SCRIPT, "encode", str(last), str(folder), *overrides])
 
 
 def watched(arguments: list[str]) -> Took:
-    """Run a process of this interpreter, and watch the memory of it and of its children."""
+    """Run a process of this interpreter, and track the memory of its process tree."""
     began, before, peak = time.perf_counter(), processor_seconds(), 0
     with started(arguments) as (process, _):
         me = psutil.Process(process.pid)
@@ -159,7 +159,7 @@ def watched(arguments: list[str]) -> Took:
 
 
 def resident(process: psutil.Process) -> int:
-    """Return the proportional memory of a process and its children; of one that ended, nothing."""
+    """Return the PSS of a process and its children; 0 for a process that has ended."""
     total = 0
     with contextlib.suppress(psutil.Error):
         for one in [process, *process.children(recursive=True)]:
@@ -169,7 +169,7 @@ def resident(process: psutil.Process) -> int:
 
 
 def encode_rows(corpus: str, folder: str, *overrides: str) -> None:
-    """Encode, cache and pack what a run on the corpus would."""
+    """Encode, cache and pack the corpus as a run would."""
     from mens_exp.config.compose import compose, typed
     from mens_exp.corpus.source import load_rows
     from mens_exp.data.datamodule import RowsDataModule
@@ -186,7 +186,7 @@ def encode_rows(corpus: str, folder: str, *overrides: str) -> None:
 
 
 def resolve_model(*overrides: str) -> None:
-    """Put the model's weights into the cache."""
+    """Create the model's weights in the cache."""
     from mens_exp.config.compose import compose, typed
     from mens_exp.model.sources import resolve
     from mens_exp.rows.cache import cache_root

@@ -37,11 +37,11 @@ SIMILARITIES = (0.7, 0.75, 0.79, 0.8, 0.85, 0.9, 0.95)
 THRESHOLD = DedupeConfig().threshold or 0.0
 SHINGLE = 5
 WORDS = 20_000
-Planted = list[tuple[float, int, float]]  # similarity wanted, row, similarity counted
+Planted = list[tuple[float, int, float]]  # target similarity, row, actual similarity
 
 
 def main() -> None:
-    """Plant, look, count."""
+    """Plant near-duplicates, search for them, and count."""
     parser = record.command_line(__file__, __doc__)
     parser.add_argument("pairs", type=int, nargs="?", help=f"default: {PAIRS}")
     given = record.begin(parser)
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def planted_pairs(rng: random.Random, rows: list[list[str]], pairs: int) -> Planted:
-    """Add a row and one like it to the rows, so many times for each similarity."""
+    """Add pairs of similar rows, `pairs` for each similarity."""
     origins: Planted = []
     for similarity in SIMILARITIES:
         for _ in range(pairs):
@@ -85,7 +85,7 @@ def planted_pairs(rng: random.Random, rows: list[list[str]], pairs: int) -> Plan
 
 
 def searched(rows: list[list[str]], config: DedupeConfig) -> tuple[float, Duplicates]:
-    """Look for duplicates; return the seconds too."""
+    """Search for duplicates; return the seconds and the result."""
     stream = (TrainingPair(prompt="p", response=" ".join(words)) for words in rows)
     with tempfile.TemporaryDirectory() as scratch:
         began = time.perf_counter()
@@ -94,7 +94,7 @@ def searched(rows: list[list[str]], config: DedupeConfig) -> tuple[float, Duplic
 
 
 def found_figures(found: Duplicates, origins: Planted) -> Iterator[record.Figure]:
-    """Yield the share of planted rows that went, at each similarity and above the threshold."""
+    """Yield the fraction of planted rows dropped, per similarity and above the threshold."""
     for similarity in SIMILARITIES:
         mine = [row for wanted, row, _ in origins if wanted == similarity]
         gone = sum(int(found.kept[row]) == row - 1 for row in mine) / len(mine)
@@ -107,7 +107,7 @@ def found_figures(found: Duplicates, origins: Planted) -> Iterator[record.Figure
 
 
 def counted(one: list[str], other: list[str]) -> float:
-    """Count the Jaccard similarity of two texts."""
+    """Return the exact Jaccard similarity of two texts."""
     first, second = (
         {tuple(words[i : i + SHINGLE]) for i in range(len(words) - SHINGLE + 1)}
         for words in (one, other)
@@ -116,12 +116,12 @@ def counted(one: list[str], other: list[str]) -> float:
 
 
 def drawn(rng: random.Random, count: int) -> list[str]:
-    """Draw words."""
+    """Draw random words."""
     return [f"w{rng.randrange(WORDS)}" for _ in range(count)]
 
 
 def planted(rng: random.Random, words: list[str], similarity: float) -> list[str]:
-    """Change a text until a step more would bring it under a similarity."""
+    """Change a text as far as possible without falling below a similarity."""
     new, place = drawn(rng, 2 * len(words)), rng.randrange(SHINGLE, len(words) // 2)
     edits: dict[str, Callable[[int], list[str]]] = {
         "cut": lambda n: words[: len(words) - n],
@@ -136,7 +136,7 @@ def planted(rng: random.Random, words: list[str], similarity: float) -> list[str
 
 
 def families(rng: random.Random, count: int) -> Iterator[list[str]]:
-    """Yield texts of which pairs share a half to three quarters of their shingles."""
+    """Yield texts in pairs that share a half to three quarters of their shingles."""
     while count:
         shared = drawn(rng, rng.randrange(60, 200))
         for _ in range(min(4, count)):

@@ -46,15 +46,15 @@ if TYPE_CHECKING:
 QUESTION = "How close do encoding and packing come to the tokenizer alone?"
 COPIES, PAIRS = 12, 3
 CAPACITIES = (512, 1024, 2048)
-ROWS, TOKENS = 1_000_000, 300  # of the large cache: rows, and tokens of each
-PIECE = 1000  # rows of it that are drawn
+ROWS, TOKENS = 1_000_000, 300  # of the large cache: rows, and tokens per row
+PIECE = 1000  # distinct rows drawn for it
 USUAL = ("trainer=cpu", "logger=none", "suite=none")
 SMALLEST = ("model=tiny_llama", "data=synthetic", "data.rows=40", "data.seq_len=1024")
 HIGHER, LOWER = record.Better.HIGHER, record.Better.LOWER
 
 
 def main() -> None:
-    """Measure the whole way, packing, and opening."""
+    """Measure the whole pipeline, packing, and opening a cache."""
     parser = record.command_line(__file__, __doc__)
     parser.add_argument("copies", type=int, nargs="?", help=f"default: {COPIES}")
     given = record.begin(parser)
@@ -79,7 +79,7 @@ def main() -> None:
 def throughput(
     pairs: Sequence[TrainingPair], tokenizer: HfTokenizer, labelling: Labelling, rounds: int
 ) -> Iterator[record.Figure]:
-    """Measure the tokenizer alone and the whole way in turns."""
+    """Measure the tokenizer alone and the whole pipeline in turns."""
     texts = [
         tokenizer.render(
             [
@@ -134,7 +134,7 @@ def whole_way(
 def packing(
     pairs: Sequence[TrainingPair], tokenizer: HfTokenizer, labelling: Labelling, many: int
 ) -> Iterator[record.Figure]:
-    """Pack the corpus once for each length, and many drawn lengths."""
+    """Pack the corpus once per sequence length, and many random lengths."""
     for capacity in CAPACITIES:
         documents = encode(pairs, tokenizer, dataclasses.replace(labelling, seq_len=capacity))
         blocks = pack(documents.lengths, capacity)
@@ -150,7 +150,7 @@ def packing(
 
 
 def opening(rows: int) -> Iterator[record.Figure]:
-    """Open a large cache in fresh processes: the first time, and when verified."""
+    """Open a large cache in fresh processes, first unverified and then verified."""
     with tempfile.TemporaryDirectory() as root:
         directory = Path(root) / "large"
         piece = np.random.default_rng(0).integers(0, 49152, PIECE * TOKENS, dtype=np.int32)
@@ -180,7 +180,7 @@ def opening(rows: int) -> Iterator[record.Figure]:
 
 
 def open_one(directory: Path) -> None:
-    """Open a cache, use a little of it, and print the time and how much memory grew."""
+    """Open a cache, read some of it, and print the time and the memory growth."""
     process = psutil.Process()
     before = process.memory_info().rss
     seconds, _, found = timed(lambda: files.open_arrays(directory))
@@ -199,14 +199,14 @@ def hashed(directory: Path) -> None:
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, float, Any]:
-    """Return the time on the clock, that of the processor in all processes, and the result."""
+    """Return wall time, CPU time of all processes, and the result."""
     began, before = time.perf_counter(), processor_seconds()
     result = work()
     return time.perf_counter() - began, processor_seconds() - before, result
 
 
 def processor_seconds() -> float:
-    """Return the processor time of this process and of its children that have ended."""
+    """Return the CPU time of this process and its finished children."""
     kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     return sum(sum(resource.getrusage(kind)[:2]) for kind in kinds)
 

@@ -29,7 +29,7 @@ ROWS = 10_000
 
 
 def main() -> None:
-    """Generate, then run what was generated."""
+    """Generate tasks, then run them."""
     parser = record.command_line(__file__, __doc__)
     parser.add_argument("rows", type=int, nargs="?", help=f"default: {ROWS}")
     given = record.begin(parser)
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def seconds_alone(tasks: Sequence[Task]) -> float:
-    """Return the processor time that running each reference with its tests takes."""
+    """Return the CPU time of running each reference with its tests."""
     began = time.process_time()
     for task in tasks:
         scope: dict[str, object] = {"__name__": "solution"}

@@ -37,12 +37,12 @@ from mens_exp.errors import MensError
 
 RESULTS = Path(__file__).parents[1] / "outputs" / "gpu"
 MINUTES = 8.0
-LEAST_S = 150  # a slice is not begun with less; loading 8B takes about a minute
+LEAST_S = 150  # minimum time to start a slice; loading 8B takes about a minute
 PEERS = ("trl", "unsloth")
 
 
 def main() -> None:
-    """Run the slices that are not done."""
+    """Run the unfinished slices."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # with its processes
     parser = command_line()
     given = checked(parser)
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def command_line() -> argparse.ArgumentParser:
-    """Return the parser."""
+    """Return the argument parser."""
     parser = argparse.ArgumentParser(
         prog="python benchmarks/gpu.py",
         description=__doc__,
@@ -98,7 +98,7 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def checked(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Read the command line; a slice that is not known ends the script."""
+    """Parse the command line; exit if a slice is unknown."""
     given = parser.parse_args()
     unknown = [name for name in given.slices if name not in SLICES]
     if unknown:
@@ -149,7 +149,7 @@ def measured(
 
 
 def _isolated(name: str, job: Job) -> Found:
-    """Run a slice; what it raises is its result, so that the others run."""
+    """Run a slice; an exception becomes its result, so that the others run."""
     try:
         return WORK[name](job)
     except Exception as error:  # noqa: BLE001  # as the docstring says
@@ -175,7 +175,7 @@ def look_at_card() -> tuple[Card | None, str]:
 
 
 def _told(name: str, one: Slice) -> str:
-    """Return what the terminal shows of a slice."""
+    """Return the terminal line of a slice."""
     lines = [f"\n{name}: {state_of(one)} ({one['seconds']:.0f} s)"]
     lines += [f"{what}: {why}" for what, why in one["missing"].items()]
     if one["figures"]:

@@ -2,11 +2,11 @@
 
     python benchmarks/gpu_arms.py <arm> <shape> <mailbox> <cuda|cpu>
 
-Each arm is a process with an allocator of its own, so that its peak is its own and no library
-changes another. All of them train the same documents of token ids, on a model of the same shape
-with random weights that are drawn on the device; only the headers of a checkpoint are on disk.
-The fit of each library runs as it is. `Turns` holds it at the start of a step until the parent
-says whose turn it is, and takes the time from the start of one step to the start of the next.
+Each arm is a separate process with its own allocator, so that peaks are separate and no library
+patches another. All arms train on the same token ids, with a model of the same shape whose random
+weights are drawn on the device; only the header of a checkpoint is on disk. The training loop of
+each library is unchanged. `Turns` blocks it at the start of a step until the parent gives it a
+turn, and measures the time from the start of one step to the start of the next.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
     from mens_exp.data.datamodule import RowsDataModule
     from mens_exp.model.sources import BaseModel
 
-# Llama-3.1-8B's dimensions; 16 GB of bf16 weights are drawn for it.
+# Dimensions of Llama-3.1-8B; 16 GB of bf16 weights are drawn for it.
 LLAMA_8B = (
     *("model=random", "model.name=llama_8b_shape", "model.dtype=bf16"),
     *("model.hidden_size=4096", "model.intermediate_size=14336", "model.num_hidden_layers=32"),
     *("model.num_attention_heads=32", "model.num_key_value_heads=8", "model.vocab_size=128256"),
     *("model.max_position_embeddings=8192", "model.tie_word_embeddings=false"),
 )
-# What all arms do alike: NF4 with double quantization, r 16 on seven projections, every token
-# learned. Unsloth's kernels need a LoRA without dropout.
+# Common to all arms: NF4 with double quantization, r 16 on seven projections, every token
+# supervised. Unsloth's kernels require LoRA without dropout.
 ALIKE = (
     *("backend=qlora", "objective=causal", "lora=all_linear", "lora.r=16", "lora.alpha=16"),
     *("lora.dropout=0", "optim.lr=2e-4", "schedule=constant", "schedule.warmup_steps=0"),
@@ -51,16 +51,16 @@ ALIKE = (
 )
 R, ALPHA, RATE = 16, 16, 2e-4
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-STD = 0.02  # of the weights, as in Llama's own initialisation
+STD = 0.02  # of the weights, as in Llama's initialization
 OURS, UNCHECKPOINTED = "mens_exp", "mens_exp without checkpointing"
-LIGER = "mens_exp with Liger-Kernel"  # the other arms of ours are without
+LIGER = "mens_exp with Liger-Kernel"  # our other arms run without it
 TRL, UNSLOTH = "TRL", "Unsloth"
 NEEDS = {
     LIGER: ("liger_kernel", "triton"),
     TRL: ("trl", "datasets"),
     UNSLOTH: ("unsloth", "trl", "datasets"),
 }
-WARM_UP = 2  # steps: kernels are chosen, moments are made
+WARM_UP = 2  # steps in which kernels are selected and moments allocated
 POLL_S = 0.005
 ROWS = 60
 GIB = 1 << 30
@@ -74,11 +74,11 @@ class Shape:
     seq_len: int
     document: int
     model: tuple[str, ...]
-    steps: int  # in a turn
+    steps: int  # per turn
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
+        """Tokens per step."""
         return self.blocks * self.seq_len
 
 
@@ -94,10 +94,10 @@ DRY = {
 
 
 class Turns:
-    """One arm's side of a mailbox: a directory in which the parent and the arm leave JSON lines.
+    """An arm's side of a mailbox, a directory for messages between parent and arm.
 
-    The arm appends to ``<slot>.said``. The parent makes ``<slot>.go.<number>`` for each turn, and
-    ends the process when there is none left.
+    The arm appends JSON lines to ``<slot>.said``. The parent creates ``<slot>.go.<number>`` for
+    each turn, and ends the process after the last one.
     """
 
     def __init__(self, place: Path, slot: str, shape: Shape, *, on_gpu: bool) -> None:
@@ -109,7 +109,7 @@ class Turns:
         self._parent = os.getppid()
 
     def boundary(self) -> None:
-        """Take the time at the start of a step, and wait where a turn begins."""
+        """Record the time at the start of a step, and wait before each turn."""
         if self._started == 0:
             reset_peak(on_gpu=self.on_gpu)
         self._synchronize()
@@ -132,7 +132,7 @@ class Turns:
         self._turn += 1
         while not (self.place / f"{self.slot}.go.{self._turn}").exists():
             if os.getppid() != self._parent:
-                os._exit(1)  # it was killed, and nobody else would end this process
+                os._exit(1)  # the parent was killed, and nothing else would end this process
             time.sleep(POLL_S)
 
     def _say(self, line: dict[str, Any]) -> None:
@@ -147,7 +147,7 @@ class Turns:
 
 
 def reset_peak(*, on_gpu: bool) -> None:
-    """Forget the peak so far, which is that of loading."""
+    """Reset the memory peak, which so far is that of loading."""
     if on_gpu:
         import torch
 
@@ -160,7 +160,7 @@ def reset_peak(*, on_gpu: bool) -> None:
 
 
 def peaks(*, on_gpu: bool) -> dict[str, float]:
-    """Return the peak of the allocator in GiB, or the resident peak where there is no GPU."""
+    """Return the allocator's peak in GiB, or the peak resident memory without a GPU."""
     if on_gpu:
         import torch
 
@@ -192,7 +192,7 @@ def main() -> None:
 
 
 def slot_of(arm: str) -> str:
-    """Return an arm's name in a mailbox."""
+    """Return an arm's name in the mailbox."""
     return arm.lower().replace(" ", "_").replace("-", "_")
 
 
@@ -200,7 +200,7 @@ def composed(arm: str, shape: Shape, rows: Path, *, on_gpu: bool) -> Cell:
     """Compose the configuration of an arm as the command line does.
 
     Raises:
-        Problems: the overrides are wrong.
+        Problems: overrides are invalid.
     """
     from mens_exp.config.overrides import check
     from mens_exp.errors import Problems
@@ -220,7 +220,7 @@ def composed(arm: str, shape: Shape, rows: Path, *, on_gpu: bool) -> Cell:
 def prepared(
     arm: str, turns: Turns, own: Path
 ) -> tuple[Cell, BaseModel, RowsDataModule, dict[str, Any]]:
-    """Return configuration, base, rows and plan of an arm; the weights are headers only."""
+    """Return configuration, base, rows and plan of an arm; the weight file has only a header."""
     from mens_exp.corpus.source import load_rows
     from mens_exp.data.datamodule import RowsDataModule
     from mens_exp.planning.estimate import make_plan
@@ -233,7 +233,7 @@ def prepared(
     config, cache = cell.config, writable_cache()
     base = headers_only(config, own / "base")
     tokenizer = load_tokenizer(config.tokenizer, base.directory)
-    # A document is as long as its text and what the template adds to it.
+    # The length of a document is that of its text plus the template.
     spare = RowsDataModule(config, load_rows(config.data, cache), tokenizer, cache)
     added = int(spare.train_documents.lengths.max()) - turns.shape.document
     if added > 0:
@@ -245,7 +245,7 @@ def prepared(
 
 
 def write_rows(path: Path, letters: int) -> None:
-    """Write rows whose answers have so many letters, a token each."""
+    """Write rows whose answers have `letters` letters of one token each."""
     generator = random.Random(0)  # noqa: S311  # text to fill sequences with
     lines = [
         {
@@ -258,7 +258,7 @@ def write_rows(path: Path, letters: int) -> None:
 
 
 def headers_only(config: RunConfig, directory: Path) -> BaseModel:
-    """Write a model directory whose weights are a hole in a file: names and shapes, no values."""
+    """Write a model directory whose weight file is sparse: names and shapes without values."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -286,7 +286,7 @@ def headers_only(config: RunConfig, directory: Path) -> BaseModel:
     encoded = json.dumps(header).encode()
     with (directory / SINGLE).open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
-        file.truncate(file.tell() + end)  # no block of the disk is used
+        file.truncate(file.tell() + end)  # sparse: uses no disk blocks
     return BaseModel(
         directory=directory,
         name=config.model.name,
@@ -298,10 +298,10 @@ def headers_only(config: RunConfig, directory: Path) -> BaseModel:
 
 @contextlib.contextmanager
 def weights_drawn_on(device: torch.device, mailbox: Path) -> Iterator[None]:
-    """Let transformers load weights that are drawn on the device in place of those of a file.
+    """Make transformers load random weights drawn on the device instead of those of a file.
 
-    Everything else of its loading happens, quantization included. The bf16 weights exist until it
-    is done, so one arm loads at a time.
+    The rest of loading is unchanged, including quantization. The bf16 weights exist until it is
+    done, so only one arm loads at a time.
     """
     import torch
     from transformers import AutoConfig, PreTrainedModel
@@ -327,11 +327,11 @@ def weights_drawn_on(device: torch.device, mailbox: Path) -> Iterator[None]:
             yield
         finally:
             PreTrainedModel.from_pretrained = real
-            torch.cuda.empty_cache()  # nothing, where there is no GPU
+            torch.cuda.empty_cache()  # no-op without a GPU
 
 
 def _drawn(like: torch.Tensor, generator: torch.Generator, device: torch.device) -> torch.Tensor:
-    """Draw a weight; the scales of norms, which are vectors, are ones."""
+    """Draw a weight; vectors, which are norm scales, are ones."""
     import torch
 
     made = torch.empty(like.shape, dtype=torch.bfloat16, device=device)
@@ -339,7 +339,7 @@ def _drawn(like: torch.Tensor, generator: torch.Generator, device: torch.device)
 
 
 def _train_ours(arm: str, turns: Turns, own: Path) -> None:
-    """Build module and trainer as a run does, and fit."""
+    """Build module and trainer as in a run, and fit."""
     from lightning import Callback
 
     from mens_exp.tasks.run import open_run
@@ -376,7 +376,7 @@ def _train_ours(arm: str, turns: Turns, own: Path) -> None:
 
 
 def documents_of(turns: Turns, own: Path) -> tuple[Any, Any]:
-    """Return our training documents as a data set of token ids, and the base."""
+    """Return our training documents as a dataset of token ids, and the base."""
     from datasets import Dataset
 
     _, base, data, _ = prepared(OURS, turns, own)
@@ -429,7 +429,7 @@ def _sft(turns: Turns, own: Path, model: Any, rows: Any, tokenizer: Any, **optio
 
 
 def _train_trl(turns: Turns, own: Path) -> None:
-    """Load with bitsandbytes' NF4 as QLoRA's recipes do, and fit with TRL's own defaults."""
+    """Load with bitsandbytes' NF4 as in QLoRA recipes, and fit with TRL's defaults."""
     import torch
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
@@ -461,9 +461,9 @@ def _train_trl(turns: Turns, own: Path) -> None:
 
 
 def _train_unsloth(turns: Turns, own: Path) -> None:
-    """Load and adapt as Unsloth's notebooks do, and fit with the TRL that it has patched."""
+    """Load and adapt as in Unsloth's notebooks, and fit with TRL as patched by Unsloth."""
     import torch
-    import unsloth  # first: it patches what is imported after it
+    import unsloth  # first, because it patches later imports
     from transformers import AutoTokenizer
 
     rows, base = documents_of(turns, own)

@@ -30,16 +30,16 @@ DRY_NOTE = """
 
 
 class State(StrEnum):
-    """The end of a slice."""
+    """The final state of a slice."""
 
     DONE = "done"
-    STOPPED = "stopped"  # for want of time; the next start goes on
+    STOPPED = "stopped"  # out of time; the next start continues
     SKIPPED = "skipped"  # the machine lacks something
     FAILED = "failed"
 
 
 class Card(TypedDict):
-    """The GPU, as its driver names it."""
+    """The GPU, as reported by its driver."""
 
     name: str
     driver: str
@@ -48,7 +48,7 @@ class Card(TypedDict):
 
 
 class Goal(TypedDict):
-    """A figure that is to be reached; ``met`` is null where the run cannot tell."""
+    """A target value; ``met`` is null if the run cannot decide it."""
 
     name: str
     value: float
@@ -61,9 +61,9 @@ class Goal(TypedDict):
 class Slice(Described):
     """The result of a slice.
 
-    ``reason`` is of every state but done. ``missing`` gives the reason for each part that was left
-    out, ``facts`` says how those that ran were run, ``tests`` the outcome of each GPU test.
-    ``unknown`` holds the reason where there is no ``card``.
+    ``reason`` is set for every state but done. ``missing`` gives the reason for each omitted part,
+    ``facts`` describes how the other parts were run, and ``tests`` has the outcome of each GPU
+    test. ``unknown`` holds the reason if there is no ``card``.
     """
 
     state: State
@@ -83,9 +83,9 @@ class GpuResults(StoredRecord):
 
     Attributes:
         format: always ``mens_exp_gpu_benchmark``.
-        version: of this layout.
+        version: version of this layout.
         size: smallest for a dry run.
-        slices: by name.
+        slices: results by slice name.
     """
 
     format: str = "mens_exp_gpu_benchmark"
@@ -94,7 +94,7 @@ class GpuResults(StoredRecord):
     slices: dict[str, Slice]
 
     def problems(self, where: str) -> list[DataError]:
-        """Return what is wrong beyond the types."""
+        """Return problems other than wrong types."""
         return [
             DataError(
                 "wrong value", where=f"{where}: slices.{name}", found=found, expected=expected
@@ -117,7 +117,7 @@ def _problems_of(name: str, one: Slice) -> Iterator[tuple[str, str]]:
 
 @dataclass(kw_only=True, slots=True)
 class Found:
-    """The findings of a slice when it ends."""
+    """The findings of a finished slice."""
 
     state: State = State.DONE
     reason: str = ""
@@ -129,7 +129,7 @@ class Found:
 
 
 def drawn(results: GpuResults) -> str:
-    """Return the page, the same for the same results."""
+    """Return the page; deterministic for given results."""
     parts = ["# One GPU\n", QUESTION]
     if results.size == Size.SMALLEST:
         parts.append(DRY_NOTE)

@@ -1,6 +1,6 @@
 """The slices of benchmarks/gpu.py: each does its work within its time, and says what it found.
 
-This module is also pytest's plugin in the slice of the tests, which notes how each of them ends.
+This module is also a pytest plugin that records the outcome of each test in the tests slice.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 ROOT = Path(__file__).parents[1]
-TURNS = 6  # of each arm, as many as time allows
-RESERVE_S = 15  # of a slice's time: to end processes and to write
+TURNS = 6  # maximum per arm, if time allows
+RESERVE_S = 15  # of a slice's time, for ending processes and writing
 TESTS_NEED = ("pytest", "hypothesis", "filelock")
-REPORT = "MENS_EXP_GPU_TESTS"  # names the file that takes the outcome of each test
+REPORT = "MENS_EXP_GPU_TESTS"  # variable with the file for the outcome of each test
 UNFINISHED = "out of time"
 SESSION = "the session of pytest"
-PYTEST_ENDED = {"0", "1", "5"}  # all passed, some failed, none was left to run
-# One H200, 2 × 2,048 tokens: the goals of this project.
+PYTEST_ENDED = {"0", "1", "5"}  # all passed, some failed, none left to run
+# Goals of this project, for one H200 and 2 × 2,048 tokens.
 GOAL_CARD, GOAL_TOKENS_PER_S, GOAL_GIB = "H200", 16_000, 7.4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """A slice to be run.
+    """A slice to run.
 
     Attributes:
         device: ``cuda``, or ``cpu`` in a dry run.
-        end: when it must have ended, by ``time.monotonic()``.
+        end: its deadline, by ``time.monotonic()``.
         place: an empty directory for its files.
         earlier: its last result, if it was stopped.
         card: the GPU.
@@ -63,16 +63,16 @@ class Job:
 
     @property
     def is_dry(self) -> bool:
-        """Whether the run is on the CPU, where figures mean nothing."""
+        """Whether the run is on the CPU, where results are meaningless."""
         return self.device == "cpu"
 
     @property
     def left_s(self) -> float:
-        """Seconds for work."""
+        """Seconds left for work."""
         return self.end - RESERVE_S - time.monotonic()
 
     def environment(self) -> dict[str, str]:
-        """Return the variables of a process of this slice, which finds what this one does."""
+        """Return the environment of the slice's processes, with this process's import path."""
         given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         places = [Path(__file__).parent, *(Path(one).absolute() for one in given if one)]
         return {
@@ -85,7 +85,7 @@ class Job:
     def started(
         self, arguments: Sequence[str], log: Path, cwd: Path | None = None, **more: str
     ) -> Iterator[Any]:
-        """Start ``python`` with its output in a file; end it and its children with the block."""
+        """Start ``python`` with output to a file; end the process tree at the end of the block."""
         with log.open("wb") as output:
             process = spawn_python(
                 arguments,
@@ -103,7 +103,7 @@ class Job:
     def finished(
         self, arguments: Sequence[str], log: Path, cwd: Path | None = None, **more: str
     ) -> int | None:
-        """Run ``python`` to its end and return its exit code; None if time ran out."""
+        """Run ``python`` and return its exit code; None if time ran out."""
         if self.left_s <= 0:
             return None
         with self.started(arguments, log, cwd, **more) as process:
@@ -115,7 +115,7 @@ class Job:
 
 
 def tests_slice(job: Job) -> Found:
-    """Run the tests that need a GPU; one that time runs out on alone is given up."""
+    """Run the GPU tests; give up a test that exceeds the time even when run first."""
     lacking = [name for name in TESTS_NEED if importlib.util.find_spec(name) is None]
     if lacking:
         return Found(state=State.SKIPPED, reason=f"not installed: {', '.join(lacking)}")
@@ -129,9 +129,9 @@ def tests_slice(job: Job) -> Found:
     lines = report.read_text("utf-8").splitlines() if report.is_file() else []
     told = [json.loads(line) for line in lines]
     tests = {one["test"]: one["outcome"] for one in told}
-    status = tests.pop(SESSION, None)  # a process that broke may have any exit code
+    status = tests.pop(SESSION, None)  # a crashed process may have any exit code
     unfinished = [name for name, outcome in tests.items() if outcome == UNFINISHED]
-    if unfinished != list(tests)[:1]:  # the next start begins with it, and has all the time
+    if unfinished != list(tests)[:1]:  # the next start begins with it, with the full time
         tests = {name: outcome for name, outcome in tests.items() if outcome != UNFINISHED}
     tests = known | tests
     if code is None:
@@ -152,12 +152,12 @@ def tests_slice(job: Job) -> Found:
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
-    """Tell the slice that a test has begun (pytest's hook: this module is its plugin there)."""
+    """Record the start of a test (pytest hook)."""
     _tell(nodeid, UNFINISHED)
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    """Tell the slice how a test ended."""
+    """Record the outcome of a test (pytest hook)."""
     if report.passed and report.when == "call":
         _tell(report.nodeid, report.outcome)
     elif not report.passed:
@@ -167,7 +167,7 @@ def pytest_runtest_logreport(report: Any) -> None:
 
 
 def pytest_sessionfinish(exitstatus: int) -> None:
-    """Tell the slice that pytest has come to its own end."""
+    """Record that pytest has finished (pytest hook)."""
     _tell(SESSION, str(int(exitstatus)))
 
 
@@ -178,9 +178,9 @@ def _tell(nodeid: str, outcome: str) -> None:
 
 @dataclass(kw_only=True, slots=True)
 class Arm:
-    """One library of a step slice, as seen from here.
+    """The parent's side of an arm: one library of a step slice.
 
-    ``rates`` are tokens a second of each turn, ``seconds`` those of each step.
+    ``rates`` are tokens per second for each turn, ``seconds`` the time of each step.
     """
 
     name: str
@@ -194,7 +194,7 @@ class Arm:
     lines: int = 0
 
     def wait(self, until: float) -> dict[str, Any] | None:
-        """Return the next line of the arm; None if it has died or time has run out."""
+        """Return the arm's next message; None if it has died or time has run out."""
         while time.monotonic() < until:
             told = self.said.read_text("utf-8").split("\n")[:-1] if self.said.is_file() else []
             if len(told) > self.lines:
@@ -207,12 +207,12 @@ class Arm:
         return None
 
     def why_not(self) -> str:
-        """Return the reason why it said nothing."""
+        """Return the reason why there was no message."""
         return UNFINISHED if self.process.poll() is None else last_line(self.log)
 
 
 def step_slice(name: str, job: Job) -> Found:
-    """Step the arms in turns on one shape."""
+    """Measure training steps of the arms in turns on one shape."""
     shape = (gpu_arms.DRY if job.is_dry else gpu_arms.SHAPES)[name]
     missing: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
@@ -243,7 +243,7 @@ def step_slice(name: str, job: Job) -> Found:
 
 
 def _described(arm: Arm) -> str:
-    """Return what a reader of an arm's figures should know."""
+    """Return the facts needed to interpret an arm's results."""
     kept = "recomputed" if arm.facts["recomputed"] else "kept"
     found = arm.facts.get("kernels", {}).items()
     parts = [part for part, library in found if not library.startswith("torch")]
@@ -269,7 +269,7 @@ def _arms(name: str, job: Job, missing: dict[str, str]) -> Iterator[str]:
 def _take_turns(
     arms: Sequence[Arm], tokens: int, job: Job, until: float, missing: dict[str, str]
 ) -> None:
-    """Give each arm its turns, the first one last in every second round."""
+    """Give each arm its turns, in reverse order in every second round."""
     took = 0.0
     for turn in range(2 if job.is_dry else TURNS):
         began = time.monotonic()
@@ -312,7 +312,7 @@ def _figures_of_memory(arms: Sequence[Arm]) -> Iterator[Figure]:
 
 
 def _goals(name: str, arms: Sequence[Arm], job: Job) -> list[Goal]:
-    """Compare with the goals, which are those of one card and of one shape."""
+    """Compare with the goals, which apply to one card and one shape."""
     by_name = {arm.name: arm for arm in arms}
     ours, other = by_name[OURS], by_name.get(UNSLOTH)
     judged = job.card is not None and GOAL_CARD in job.card["name"]
@@ -386,7 +386,7 @@ ADAPTER = 41_943_040  # elements: r 16 on the seven projections of 32 layers
 
 
 def nccl_slice(job: Job) -> Found:
-    """Join a process group of one process, as the product does, and reduce an adapter."""
+    """Join a process group of one process, as a run does, and all-reduce an adapter."""
     log, program = job.place / "nccl.log", job.place / "nccl.py"
     program.write_text(COLLECTIVES, "utf-8")
     elements = 1024 if job.is_dry else ADAPTER
@@ -407,7 +407,7 @@ def nccl_slice(job: Job) -> Found:
 
 
 def main_job_slice(job: Job) -> Found:
-    """Run README's first command."""
+    """Run the first command of the README."""
     log, run = job.place / "run.log", RunDir(job.place / "run")
     more = ["experiment=smoke", "trainer=cpu"] if job.is_dry else []
     code = job.finished(["-m", "mens_exp", *more, f"hydra.run.dir={run.path}"], log)
@@ -435,7 +435,7 @@ def main_job_slice(job: Job) -> Found:
 
 
 def refused(log: Path, what: str) -> Found:
-    """Return a failure with its reason, or what the machine lacks where that is the reason."""
+    """Return a failure with its reason, or a skip if the machine lacks something."""
     text = log.read_text("utf-8", "replace")
     lacking = re.search(r"No module named '([^']+)'|is needed to .*|is not installed.*", text)
     if lacking is None:
@@ -445,12 +445,12 @@ def refused(log: Path, what: str) -> Found:
 
 
 def last_line(log: Path) -> str:
-    """Return the last line of a log that says something."""
+    """Return the last non-empty line of a log."""
     return last_of(log.read_text("utf-8", "replace"))
 
 
 def last_of(text: str) -> str:
-    """Return the last line of a text that is not empty, in at most 500 characters."""
+    """Return the last non-empty line of a text, at most 500 characters."""
     lines = [line.strip() for line in text.splitlines()]
     return next((line for line in reversed(lines) if line), "it said nothing")[:500]
 

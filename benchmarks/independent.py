@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 QUESTION = "How far do runs differ from a trainer that shares no code with mens_exp?"
-# Relative: of sequences to their largest value, of adapters to how far the reference moved its own.
+# Relative to the largest value of a sequence, and for adapters to the reference's total change.
 TOLERANCES = {
     "loss": 1e-5,
     "gradient norm": 1e-5,
@@ -84,7 +84,7 @@ SETTINGS = [
     *(f"trainer.gradient_clip_val={CLIP}", f"optim.lr={RATE}", "schedule=constant"),
     *("schedule.warmup_steps=0", "callbacks=[default,micro_batches]"),
 ]
-# AdamW divides by the root of tiny squared gradients; a larger eps than 1e-8 keeps their noise out.
+# AdamW divides by the root of tiny squared gradients; an eps above 1e-8 suppresses their noise.
 ADAMW = ("optim.eps=1e-4",)
 PACKED = ("data.packing=true",)
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -109,7 +109,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 GEMMA = {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 32}
-# By model type: what makes the family special, and the modules that get adapters.
+# By model type: the family's peculiarities, and the adapted modules.
 FAMILIES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "llama": ({"rope_parameters": LLAMA3}, LINEAR),
     "gemma2": (GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 2.0}, LINEAR),
@@ -141,14 +141,14 @@ FAMILIES: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 
 class Recorder(Callback):
-    """A record of the token ids of each micro-batch, in the working directory."""
+    """A callback that records the token ids of each micro-batch in the working directory."""
 
     def on_fit_start(self, _trainer: Any, _module: Any) -> None:
-        """Forget earlier runs."""
+        """Clear the record of earlier runs."""
         self._seen: list[tuple[int, list[list[int]]]] = []
 
     def on_train_batch_start(self, trainer: Any, _module: Any, batch: Any, _index: int) -> None:
-        """Take the documents apart."""
+        """Split the micro-batch into documents and record them."""
         rows = batch.input_ids_BT
         if batch.documents is not None:
             found = [rows[0, first:end].tolist() for first, end in batch.documents]
@@ -158,7 +158,7 @@ class Recorder(Callback):
         self._seen.append((int(trainer.global_step), found))
 
     def on_fit_end(self, _trainer: Any, _module: Any) -> None:
-        """Write them."""
+        """Write the record."""
         MICRO_BATCHES.write_text(json.dumps(self._seen), "utf-8")
 
 
@@ -184,7 +184,7 @@ def main() -> None:
 
 
 def differences(ours: Outcome, theirs: Outcome, first: dict[str, Tensor]) -> dict[str, float]:
-    """Return the largest relative difference of each quantity; inf where one is not finite."""
+    """Return the largest relative difference of each quantity; inf if a value is not finite."""
     found = {}
     for name, values in theirs.figures.items():
         assert len(ours.figures[name]) == len(values), f"{name}: both took as many steps"
@@ -201,21 +201,21 @@ def differences(ours: Outcome, theirs: Outcome, first: dict[str, Tensor]) -> dic
 
 
 def both(probe: Probe) -> tuple[Outcome, Outcome, dict[str, Tensor]]:
-    """Train both ways, and return both outcomes and the first adapter."""
+    """Train with both trainers; return both outcomes and the initial adapter."""
     prepare(probe)
     ours = trained_by_mens_exp(probe)
     return ours, trained_by_reference(probe), adapter_in(Path("first"))
 
 
 def prepare(probe: Probe) -> None:
-    """Write model, teacher, first adapter, rows and the recorder into the working directory."""
+    """Write model, teacher, initial adapter, rows and recorder into the working directory."""
     special, targets = FAMILIES[probe.family]
     for name, seed in (("model", 0), ("teacher", 1)):
         torch.manual_seed(seed)
         config = AutoConfig.for_model(probe.family, **SIZES | special)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         with torch.no_grad():
-            for weight in model.parameters():  # far from an even guess, and no norm is all ones
+            for weight in model.parameters():  # not near uniform, and no norm of ones
                 weight.mul_(3.0) if weight.ndim > 1 else weight.add_(0.1 * torch.randn_like(weight))
         model.save_pretrained(name)
         tokenizer().save_pretrained(name)
@@ -254,7 +254,7 @@ def trained_by_mens_exp(probe: Probe) -> Outcome:
 
 
 def tokenizer() -> Any:
-    """Make a tokenizer of bytes and of some frequent pairs."""
+    """Make a byte-level tokenizer with some frequent pairs."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -267,7 +267,7 @@ def tokenizer() -> Any:
 
 
 def plain_rows() -> list[Row]:
-    """Return rows of unequal lengths, with rewards that only GRPO reads."""
+    """Return rows of different lengths, with rewards that only GRPO reads."""
     answers = ["Pear.", "Oak, beech, lime and many other kinds.", "A wren sings.", "Carp."]
     answers += ["A dime is worth ten cents.", "Ruby", "Dory", "The town of York, with its walls."]
     things = ["fruit", "tree", "bird", "fish", "coin, please", "gem", "boat", "town"]
@@ -315,7 +315,7 @@ TURNS = [
 
 
 def probe_of(name: str, *overrides: str, **changed: Any) -> Probe:
-    """Make a probe; without more, it trains on plain rows by cross-entropy with AdamW."""
+    """Make a probe; the default trains on plain rows with cross-entropy and AdamW."""
     plain = Probe(
         name=name,
         overrides=(*ADAMW, *overrides),
@@ -329,20 +329,20 @@ def probe_of(name: str, *overrides: str, **changed: Any) -> Probe:
 
 
 def of_family(family: str, *, packed: bool) -> Probe:
-    """Make the probe of a family."""
+    """Make the probe of a model family."""
     way = ("packed", PACKED) if packed else ("padded", ())
     return probe_of(f"{family}, {way[0]}", *way[1], family=family)
 
 
 def of_pairs(name: str, value: Callable[..., Tensor], *overrides: str) -> Probe:
-    """Make a probe of a loss of pairs, which is its validation loss too."""
+    """Make a probe of a pairwise loss, which is also its validation loss."""
     loss = mean_of_pairs(value)
     sides = {"rows": tuple(PAIRS[:-2]), "validated": tuple(PAIRS[-2:])}
     return probe_of(name, "data.seq_len=192", *overrides, loss=loss, validation=loss, **sides)
 
 
 def smallest() -> list[Probe]:
-    """Return a few probes that have most parts between them."""
+    """Return a few probes that together cover most features."""
     smooth = mean_of_tokens(smoothed_with_z(0.1, 0.01))
     both_settings = ("objective.label_smoothing=0.1", "objective.z_loss=0.01")
     return [
@@ -358,7 +358,7 @@ def probes() -> list[Probe]:
         "rows": tuple(WEIGHTED[:-2]),
         "validated": tuple(WEIGHTED[-2:]),
         "loss": mean_of_tokens(cross_entropy, lambda row: float(row["fields"]["weight"])),
-        # a validation row of weight 0 is left out, and the others count alike
+        # validation omits rows of weight 0 and weights the others equally
         "validation": mean_of_tokens(cross_entropy, lambda row: row["fields"]["weight"] > 0),
     }
     turns = {"rows": tuple(TURNS[:-2]), "validated": tuple(TURNS[-2:])}

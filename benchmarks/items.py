@@ -35,7 +35,7 @@ QUESTION = "How often does a study of two equal arms find one better on items li
 SEEDS, ITEMS, INTERACTIONS, KINDS = (3, 5, 10), (16, 64, 164), (0.0, 0.5, 1.0), ("loss", "pass")
 SEED_SDS = (0.0, 0.3, 1.0)
 STUDIES, ALPHA, CONFIDENCE = 40_000, 0.05, 0.95
-AT_ONCE = 500  # studies; 10 seeds on 164 items of as many take 13 MB
+AT_ONCE = 500  # studies per batch; with 10 seeds and 164 items they take 13 MB
 
 
 def differences(
@@ -47,7 +47,7 @@ def differences(
     seed_sd: float,
     kind: str,
 ) -> np.ndarray:
-    """Return [study, seed, item] differences of two arms of which neither is better."""
+    """Return [study, seed, item] differences of two equally good arms."""
     difficulty = generator.normal(0, 1, (studies, 1, 1, items))
     of_seed = generator.normal(0, seed_sd, (studies, 2, seeds, 1))
     preference = generator.normal(0, interaction / math.sqrt(2), (studies, 2, 1, items))
@@ -60,19 +60,19 @@ def differences(
 
 
 def in_portions(studies: int) -> Iterator[int]:
-    """Yield how many studies to simulate at once."""
+    """Yield the number of studies in each batch."""
     for done in range(0, studies, AT_ONCE):
         yield min(AT_ONCE, studies - done)
 
 
 def upper_bound(false: int, studies: int, cells: int) -> float:
-    """Return the bound of one cell's rate; those of all cells hold together."""
+    """Return the simultaneous upper bound of one cell's rate."""
     level = (1 - CONFIDENCE) / cells
     return float(stats.beta.ppf(1 - level, false + 1, studies - false)) if false < studies else 1.0
 
 
 def main() -> None:
-    """Simulate every cell of the grid, once for each spread between seeds."""
+    """Simulate every cell of the grid, once per standard deviation between seeds."""
     parser = record.command_line(__file__, __doc__)
     parser.add_argument("studies", type=int, nargs="?", help=f"of a cell; default: {STUDIES}")
     given = record.begin(parser)

@@ -38,12 +38,12 @@ SEEDS = (3, 5, 10)
 
 
 def rates(studies: np.ndarray, looks: Sequence[int]) -> tuple[float, float]:
-    """Return the shares of [study, seed] that get a verdict at a look: always-valid, and t."""
+    """Return the fractions of studies with a verdict at any look: always-valid test, and t."""
     always_valid, fixed = np.zeros(len(studies), bool), np.zeros(len(studies), bool)
     for count in looks:
         seen = studies[:, :count]
         sd = seen.std(axis=1, ddof=1)
-        safe = np.where(sd > 0, sd, np.inf)  # equal differences: neither test goes by t then
+        safe = np.where(sd > 0, sd, np.inf)  # equal differences: neither test uses t then
         t = np.abs(seen.mean(axis=1)) / safe * np.sqrt(count)
         always_valid |= t > sequential.critical(count, ALPHA)
         fixed |= t > student(count, ALPHA)
@@ -51,7 +51,7 @@ def rates(studies: np.ndarray, looks: Sequence[int]) -> tuple[float, float]:
 
 
 def powers(seeds: int, studies: int) -> tuple[float, float]:
-    """Return the share of studies with the power at the upper bound; the mean one without it."""
+    """Return the fraction of studies with `POWER` at the upper bound, and mean power without."""
     unit = minimum_detectable(1.0, seeds, ALPHA, POWER)
     assert unit is not None, "two seeds have a spread"
     draws = np.random.default_rng(seeds).standard_normal((studies, seeds))

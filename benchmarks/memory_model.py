@@ -31,7 +31,7 @@ COMMON = (
     *("trainer.max_steps=2", "trainer.accumulate_grad_batches=1", "schedule=constant"),
     *("schedule.warmup_steps=0", "data.heldout_frac=0.1", "data.val_max_tokens=512"),
 )
-# seq_len, micro-batch, rank, and what else differs from the default.
+# seq_len, micro-batch, rank, and other differences from the default.
 Configuration = tuple[int, int, int, tuple[str, ...]]
 CONFIGURATIONS: tuple[Configuration, ...] = (
     (128, 1, 4, ()),
@@ -51,8 +51,8 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     (1024, 2, 16, ("model.gradient_checkpointing=on",)),
 )
 SMALLEST: tuple[Configuration, ...] = ((128, 1, 4, ("model=tiny_llama",)),)
-ROW_WORDS, SMALLEST_ROW_WORDS = 4000, 100  # longer than any sequence of theirs
-NEAR = 0.15  # of the measured peak
+ROW_WORDS, SMALLEST_ROW_WORDS = 4000, 100  # longer than any sequence
+NEAR = 0.15  # fraction of the measured peak
 WORDS = (
     *("the", "value", "of", "an", "index", "name", "in", "this", "list", "returns", "item"),
     *("class", "self", "data", "result"),
@@ -83,13 +83,13 @@ def main() -> None:
 
 
 def named(configuration: Configuration) -> str:
-    """Return the figure's name."""
+    """Return the name of a configuration's figure."""
     seq_len, micro_batch, rank, more = configuration
     return " ".join([f"predicted for {micro_batch} × {seq_len} tokens, r {rank}", *more])
 
 
 def write_rows(path: Path, words: int) -> None:
-    """Write forty rows of so many words each."""
+    """Write forty rows of `words` words each."""
     generator = random.Random(0)  # noqa: S311  # text to fill sequences with
     lines = [
         {"prompt": f"Write text {n}.", "response": " ".join(generator.choices(WORDS, k=words))}
@@ -99,7 +99,7 @@ def write_rows(path: Path, words: int) -> None:
 
 
 def measure(place: Path, configuration: Configuration) -> dict[str, Any]:
-    """Train two steps in a process of its own; return its plan, with the measured values."""
+    """Train two steps in a separate process; return its plan, with the measured values."""
     seq_len, micro_batch, rank, more = configuration
     run = Path(tempfile.mkdtemp(dir=place)) / "run"
     (place / "cache" / "ledger.jsonl").unlink(missing_ok=True)

@@ -47,7 +47,7 @@ QUANTIZER: Quantizer = {
 
 
 def main() -> None:
-    """Merge onto both bases, in turns with their limits."""
+    """Merge onto both bases, in turns with their reference loops."""
     parser = record.command_line(__file__, __doc__)
     parser.add_argument("gigabytes", type=float, nargs="?", help=f"default: {GIGABYTES:g}")
     parser.add_argument("rounds", type=int, nargs="?", help=f"default: {ROUNDS}")
@@ -126,7 +126,7 @@ def make(path: Path, count: int, width: int) -> None:
 
 
 def bare(planned: list[Place], out: Path) -> None:
-    """Read, to f32, cast, write, as many rows at a time as keep it fast."""
+    """Read, convert to f32, cast and write, in chunks of rows sized for speed."""
     with out.open("wb") as file:
         for place in planned:
             stored = StoredRows(place.shard, place.key, place.info)
@@ -136,7 +136,7 @@ def bare(planned: list[Place], out: Path) -> None:
 
 
 def bitsandbytes(planned: list[Place]) -> None:
-    """Quantize and dequantize the merged tensors, each whole."""
+    """Quantize and dequantize the merged tensors, each in one call."""
     for place in planned:
         if place.logical is not None:
             stored = StoredRows(place.shard, place.key, place.info)

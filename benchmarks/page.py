@@ -2,8 +2,8 @@
 
     python benchmarks/page.py speed|scale
 
-It prints the page; `make docs` writes it. Each command of a script is shown by its newest run of
-full size, next to the newest earlier run of the same command on a comparable machine.
+It prints the page; `make docs` writes it. For each command of a script, the page shows the newest
+full-size run next to the newest earlier run of the same command on a comparable machine.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
     from record import Described, Figure, Machine, Run
 
-# What scripts have in common, which measures nothing, and what has a record and a page of its own.
+# Modules without measurements, and scripts with a separate record and page.
 SHARED = {
     *("page", "processes", "record", "reference_trainer"),
     *("gpu_arms", "gpu_results", "gpu_slices"),
 }
 APART = {"gpu"}
-FRAC = "frac"  # a share of 1, shown as a percentage
+FRAC = "frac"  # a fraction, shown as a percentage
 SHORT = 10  # digits of a commit
 SCALE = {
     "corpus_scale",
@@ -33,7 +33,7 @@ SCALE = {
     "processes",
     "scaling",
     "sweep",
-}  # on the page of their own
+}  # on a separate page
 READING = """
 Every figure is measured next to a reference in the same run. The ratio of the two depends less on
 the machine, and on what else runs there, than the figure does. A figure with a range is the median
@@ -73,21 +73,21 @@ def main() -> None:
 
 
 def scripts() -> list[str]:
-    """Return the names of all scripts, in their order on the page."""
+    """Return the names of all scripts, in page order."""
     names = {path.stem for path in Path(__file__).parent.glob("*.py")}
     return sorted(names - SHARED - APART)
 
 
 def page(directory: Path, which: str = "speed") -> str:
-    """Return a whole page, the same for the same files.
+    """Return a whole page; deterministic for given files.
 
     Args:
-        directory: the files of results.
+        directory: the directory of results files.
         which: a key of :data:`HEADS`.
 
     Raises:
-        DataError: a file of results breaks a rule.
-        Problems: it breaks several.
+        DataError: a results file is invalid.
+        Problems: it has several problems.
     """
     read = {path.stem: Results.read(path) for path in sorted(directory.glob("*.json"))}
     names = [one for one in sorted({*scripts(), *read}) if (one in SCALE) == (which == "scale")]
@@ -102,7 +102,7 @@ def page(directory: Path, which: str = "speed") -> str:
 
 
 def _commands(results: Results) -> Iterator[str]:
-    """Yield the newest run of each command, the commands in the order of their first runs."""
+    """Yield the newest run of each command, ordered by the first run of the command."""
     full = [run for run in results.runs if run["size"] == Size.FULL]
     for command in dict.fromkeys(run["command"] for run in full):
         *earlier, newest = [run for run in full if run["command"] == command]
@@ -129,16 +129,16 @@ def _section(run: Run, earlier: Sequence[Run]) -> Iterator[str]:
 
 
 def facts_of(run: Described) -> list[str]:
-    """Return when and on which code a run was, the machine, and the versions."""
+    """Return date, commit, machine and versions of a run."""
     facts = [f"Run on {_when(run)}", _machine(run["machine"]), _versions(run)]
     return [fact for fact in facts if fact]
 
 
 def comparable(one: Machine, other: Machine) -> bool:
-    """Tell whether figures of two machines may be compared as if they were of one.
+    """Return whether figures of two machines may be compared directly.
 
-    Both runs must name the processor and its cores. Where a run does not name its threads, they are
-    as many as the cores, which is what a script takes by itself.
+    Both runs must name the processor and its cores. If a run does not state its threads, they equal
+    the cores, which is the default of every script.
     """
     if one["cpu"] is None or one["cores"] is None:
         return False
@@ -149,11 +149,11 @@ def comparable(one: Machine, other: Machine) -> bool:
 
 
 def moved(now: Figure, before: Figure | None) -> str:
-    """Return how a figure has changed since an earlier run, and its ratio where both have one.
+    """Return the change of a figure since an earlier run, and of its ratio if both have one.
 
-    A change is better or worse if the ranges of both have no value in common, and if the ratio has
-    moved the same way: what else runs on a machine slows a figure and its reference alike. A figure
-    that was measured next to a reference is therefore not judged without it.
+    A change is better or worse if the two ranges do not overlap and the ratio has moved the same
+    way, because other load on a machine slows a figure and its reference alike. A figure with a
+    reference is therefore not judged without it.
     """
     if before is None:
         return "new"
@@ -174,7 +174,7 @@ def moved(now: Figure, before: Figure | None) -> str:
 
 
 def _change(now: float, before: float, unit: str) -> str:
-    """Return a change in per cent, or in points where the value is itself a percentage."""
+    """Return a change in percent, or in points if the value is a percentage."""
     if now == before:
         return "unchanged"
     if unit == FRAC:
@@ -187,7 +187,7 @@ def _signed(value: float, unit: str) -> str:
 
 
 def _overlap(one: Figure, other: Figure) -> bool:
-    """Tell whether the ranges of two figures have a value in common; one round is no range."""
+    """Return whether the ranges of two figures overlap; a single round has no range."""
     if one["lowest"] is None or other["lowest"] is None:
         return False
     assert one["highest"] is not None, "a range has both ends"
@@ -196,7 +196,7 @@ def _overlap(one: Figure, other: Figure) -> bool:
 
 
 def table(figures: Sequence[Figure], before: Run | None) -> Iterator[str]:
-    """Yield the lines of a table of figures, and how they moved since an earlier run."""
+    """Yield the lines of a table of figures, with changes since an earlier run."""
     then = {one["name"]: one for one in before["figures"]} if before else {}
     more = " Moved |" if before else ""
     yield f"| Figure | Value | Range | Ratio × reference |{more}"
@@ -250,7 +250,7 @@ def _versions(run: Described) -> str:
 
 
 def _unknown(run: Described) -> Iterator[str]:
-    """Yield what is not known of a run, by the reason."""
+    """Yield the unknown values of a run, grouped by reason."""
     by_reason: dict[str, list[str]] = {}
     for name, reason in run["unknown"].items():
         by_reason.setdefault(reason, []).append(name.partition(".")[2] or name)
@@ -259,7 +259,7 @@ def _unknown(run: Described) -> Iterator[str]:
 
 
 def _compared(run: Run, before: Run | None, *, is_first: bool) -> str:
-    """Say what the column Moved compares with, and which versions have changed since."""
+    """State the run that the column Moved compares with, and the versions changed since."""
     if before is None:
         return "First run." if is_first else "First run on this machine."
     changed = [
@@ -276,7 +276,7 @@ def _compared(run: Run, before: Run | None, *, is_first: bool) -> str:
 
 
 def cell(text: str) -> str:
-    """Return text that breaks no table."""
+    """Escape text for a table cell."""
     return text.replace("|", "\\|")
 
 

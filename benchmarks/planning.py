@@ -27,7 +27,7 @@ COMMANDS = {
 
 
 def main() -> None:
-    """Measure in turns, so that a busy moment falls on all."""
+    """Measure in turns, so that load on the machine affects all."""
     given = record.begin(record.command_line(__file__, __doc__))
     taken: dict[str, list[float]] = {name: [] for name in COMMANDS}
     with tempfile.TemporaryDirectory() as directory:

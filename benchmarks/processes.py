@@ -1,4 +1,4 @@
-"""Processes of this interpreter for benchmarks: started, watched to their end and timed."""
+"""Python subprocesses for benchmarks: started, awaited and timed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Took(NamedTuple):
-    """What a process took: on the clock, and as processor time of it and all of its children."""
+    """Wall time of a process, and CPU time of its process tree."""
 
     seconds: float
     cpu_seconds: float
@@ -34,16 +34,16 @@ def timed(
     environment: Mapping[str, str] | None = None,
     source: Path | None = None,
 ) -> Took:
-    """Run ``python`` with these arguments to its end.
+    """Run ``python`` with these arguments to completion.
 
     Args:
-        arguments: of ``python``.
+        arguments: arguments of ``python``.
         cwd: working directory.
         environment: variables that differ from this process's.
-        source: directory to import mens_exp from instead of this one's.
+        source: directory to import mens_exp from instead of this checkout's.
 
     Raises:
-        SystemExit: it failed; the message holds the end of its output.
+        SystemExit: the process failed; the message contains the end of its output.
     """
     before, began = processor_seconds(), time.perf_counter()
     with started(arguments, cwd=cwd, environment=environment, source=source) as (process, output):
@@ -60,12 +60,12 @@ def started(
     environment: Mapping[str, str] | None = None,
     source: Path | None = None,
 ) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
-    """Start ``python`` with these arguments; at the end of the block wait for it.
+    """Start ``python`` with these arguments, and wait for it at the end of the block.
 
-    The arguments are those of `timed`. A block that raises kills the process.
+    The arguments are those of `timed`. An exception in the block kills the process.
 
     Yields:
-        The process, and the file that takes its output.
+        The process, and its output file.
 
     Raises:
         SystemExit: the process failed.
@@ -98,7 +98,7 @@ def started(
 
 
 def processor_seconds() -> float:
-    """Return the processor time of all children that were waited for, and of theirs."""
+    """Return the CPU time of all awaited children and their descendants."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

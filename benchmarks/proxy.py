@@ -34,7 +34,7 @@ USUAL = ("backend=proxy", f"objective.k={K}", "objective.chunk_tokens=256", "tra
 
 
 def main() -> None:
-    """Step by hand, in turns with the GEMM."""
+    """Measure training steps in turns with the GEMM."""
     parser = record.command_line(__file__, __doc__)
     parser.add_argument("overrides", nargs="*", help="of a run with backend=proxy")
     given = record.begin(parser)
@@ -47,7 +47,7 @@ def main() -> None:
         rates.append(training.rate())
         gemm.append(gemm_gflops(width))
     weights = sum(part.weight_OI.numel() for part in training.backend.projections.values())
-    flops = 4 * weights  # of a position
+    flops = 4 * weights  # per position
     arithmetic = [rate * flops / 1e9 for rate in rates]
     higher, beside = record.Better.HIGHER, ("bf16 GEMM", gemm)
     figures = [
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 class Training:
-    """The proxy stack, stepped by hand on one batch of random ids."""
+    """The proxy stack in a manual training loop on one batch of random ids."""
 
     def __init__(self, overrides: list[str]) -> None:
         """Build backend, objective and optimizer."""
@@ -91,7 +91,7 @@ class Training:
         self.optimizer.zero_grad()
 
     def rate(self) -> float:
-        """Return supervised positions a second over a few steps."""
+        """Return supervised positions per second over a few steps."""
         start = time.perf_counter()
         for _ in range(STEPS):
             self.step()
@@ -99,7 +99,7 @@ class Training:
 
 
 def documents(vocabulary: int) -> Encoded:
-    """Draw rows of random ids whose last K are learned."""
+    """Draw rows of random ids whose last K are supervised."""
     ids = np.random.default_rng(0).integers(0, vocabulary, ROWS * ROW_TOKENS)
     learned = np.tile(np.arange(ROW_TOKENS) >= ROW_TOKENS - K, ROWS)
     return Encoded(

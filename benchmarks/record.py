@@ -1,9 +1,9 @@
-"""The form of a benchmark's results, and the steps that every script of benchmarks/ shares.
+"""The form of benchmark results, and the steps common to all scripts in benchmarks/.
 
-A script makes its command line with `command_line` and adds its own options, reads it with `begin`,
+A script creates its parser with `command_line`, adds its own options, parses them with `begin`,
 measures, and ends with `finish`, which prints the figures and appends the run to
-``<results>/<script>.json``. `Results` reads and writes that file strictly. benchmarks/page.py draws
-docs/measured/speed.md from the committed files.
+``<results>/<script>.json``. `Results` reads and writes that file strictly. benchmarks/page.py
+generates docs/measured/speed.md from the committed files.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Measured = float | Sequence[float]
 
 RESULTS = Path(__file__).with_name("results")
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "lightning", "hydra-core", "mens-exp")
-# From the widest down: the first that a processor has says how fast it multiplies matrices.
+# Widest first: the first one supported determines the speed of matrix products.
 INSTRUCTION_SETS = {
     "amx_bf16": "AMX-BF16",
     "avx512_bf16": "AVX512-BF16",
@@ -48,15 +48,15 @@ MADE_OF_RESULTS = (
     "benchmarks/results",
     "docs/measured/speed.md",
     "docs/measured/scale.md",
-)  # no code: they change no figure
-DIGITS = 6  # of a figure that is not whole; no clock here is more precise
+)  # not code: they do not affect figures
+DIGITS = 6  # significant digits of a figure; no clock here is more precise
 
 
 class Size(StrEnum):
-    """How much work a run was."""
+    """The workload of a run."""
 
     FULL = "full"
-    SMALLEST = "smallest"  # enough to see that the script works; its figures mean nothing
+    SMALLEST = "smallest"  # only tests the script; its figures are meaningless
 
 
 class Better(StrEnum):
@@ -69,10 +69,10 @@ class Better(StrEnum):
 class Figure(TypedDict):
     """One figure of a run.
 
-    ``value`` is a median where there were several rounds; ``lowest`` and ``highest`` are then their
-    range. ``reference`` names what was measured beside it in the same run, ``reference_value`` is
-    what that came to, and ``ratio`` is the value divided by it: the median of the rounds' ratios
-    where both were measured in the same rounds.
+    ``value`` is the median of several rounds, with range ``lowest`` to ``highest``. ``reference``
+    names a reference measured in the same run, and ``reference_value`` its value. ``ratio`` is the
+    value divided by the reference: the median of the rounds' ratios if both were measured in the
+    same rounds.
     """
 
     name: str
@@ -87,7 +87,7 @@ class Figure(TypedDict):
 
 
 class Machine(TypedDict):
-    """The machine of a run. ``threads`` is OMP_NUM_THREADS where it is set, else ``cores``."""
+    """The machine of a run; ``threads`` is OMP_NUM_THREADS if set, otherwise ``cores``."""
 
     cpu: str | None
     instruction_set: str | None
@@ -99,11 +99,11 @@ class Machine(TypedDict):
 
 
 class Described(TypedDict):
-    """Everything of a run but its figures.
+    """The description of a run, without its figures.
 
-    ``utc`` is when it began, and ``machine.load_1min`` the load average then. ``unknown`` gives the
-    reason for every null of ``commit``, ``dirty``, ``machine`` and ``versions`` under its dotted
-    name. Changes to the results themselves do not make a checkout ``dirty``.
+    ``utc`` is the start time, and ``machine.load_1min`` the load average at that time. ``unknown``
+    gives the reason for every null in ``commit``, ``dirty``, ``machine`` and ``versions`` by dotted
+    name. Changes to results files do not make a checkout ``dirty``.
     """
 
     utc: str
@@ -129,10 +129,10 @@ class Results(StoredRecord):
 
     Attributes:
         format: always ``mens_exp_benchmark``.
-        version: of this layout.
-        name: the script's, without its suffix.
-        question: what its figures answer.
-        runs: every run that was recorded.
+        version: version of this layout.
+        name: the script's name without suffix.
+        question: the question that its figures answer.
+        runs: all recorded runs.
     """
 
     format: str = "mens_exp_benchmark"
@@ -142,7 +142,7 @@ class Results(StoredRecord):
     runs: list[Run]
 
     def problems(self, where: str) -> list[DataError]:
-        """Return what is wrong beyond the types."""
+        """Return problems other than wrong types."""
         found = [] if self.runs else [DataError("no run", where=f"{where}: runs")]
         for number, run in enumerate(self.runs):
             found += _problems_of_run(run, f"{where}: runs[{number}]")
@@ -160,11 +160,11 @@ def figure(
 
     Args:
         name: unique in the run, and the same in every run of the same command.
-        measured: one value, or one for each round.
-        unit: such as ``s`` or ``tokens/s``; ``frac`` is a share of 1.
-        better: the direction in which it improves; None where neither is better.
-        beside: name and measurement of the reference, taken in the same run. A reference that
-            measured 0 has no ratio.
+        measured: one value, or one per round.
+        unit: such as ``s`` or ``tokens/s``; ``frac`` is a fraction.
+        better: the direction in which it improves; None if neither is better.
+        beside: name and measurement of the reference, from the same run. There is no ratio to a
+            reference of 0.
     """
     values = _rounds(measured)
     reference, against = beside or (None, ())
@@ -191,7 +191,7 @@ def figure(
 
 
 def command_line(script: str, description: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the options that every script has.
+    """Return a parser with the options common to all scripts.
 
     Args:
         script: the script's ``__file__``.
@@ -223,9 +223,9 @@ def command_line(script: str, description: str | None) -> argparse.ArgumentParse
 
 
 def begin(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Read the command line, and describe machine and code before anything is measured.
+    """Parse the command line, and describe machine and code before the measurement.
 
-    A results file that could not be appended to ends the script here, not after its work.
+    A results file that cannot be appended to ends the script here, not after its work.
     """
     given = parser.parse_args()
     try:
@@ -242,12 +242,12 @@ def finish(question: str, figures: Sequence[Figure], given: argparse.Namespace) 
     """Print the figures, and append the run to its file.
 
     Args:
-        question: what the figures answer.
+        question: the question that the figures answer.
         figures: at least one.
-        given: what `begin` returned.
+        given: the result of `begin`.
 
     Raises:
-        MensError: a figure is not finite, or two have one name; nothing is written.
+        MensError: a figure is not finite, or two have the same name; nothing is written.
     """
     print(table(figures))
     facts: Described = given.described
@@ -258,7 +258,7 @@ def finish(question: str, figures: Sequence[Figure], given: argparse.Namespace) 
 
 
 def described(*, command: str, note: str) -> Described:
-    """Describe a run that begins now."""
+    """Describe a run that starts now."""
     facts = collect(Path(__file__).parent)
     processor, host = facts["cpu"], look("cpu")
     flags = processor["flags"]
@@ -300,7 +300,7 @@ def described(*, command: str, note: str) -> Described:
 
 
 def table(figures: Sequence[Figure]) -> str:
-    """Return figures as text, a line each."""
+    """Return figures as text, one per line."""
     rows = []
     for one in figures:
         spread = ratio = ""
@@ -319,7 +319,7 @@ def table(figures: Sequence[Figure]) -> str:
 
 
 def shown(value: float | None) -> str:
-    """Return a number as a reader wants it: three digits, or all before the point."""
+    """Format a number with three significant digits, or all integer digits."""
     if value is None:
         return "unknown"
     if float(value).is_integer() or abs(value) >= 1000:  # noqa: PLR2004  # beyond three digits
@@ -337,7 +337,7 @@ def _earlier(given: argparse.Namespace) -> list[Run]:
 
 
 def _public(arguments: Sequence[str]) -> Iterator[str]:
-    """Yield the arguments that change what is measured, without paths of this machine."""
+    """Yield the arguments that affect the measurement, without paths of this machine."""
     words = iter(arguments)
     for word in words:
         option, _, value = word.partition("=")
@@ -354,7 +354,7 @@ def _threads() -> int:
 
 
 def _has_changed_code() -> bool:
-    """Tell whether anything but results has changed since the commit of the running code."""
+    """Return whether anything but results has changed since the commit of the running code."""
     package = str(Path(mens_exp.__file__).parent)
     environment = {name: text for name, text in os.environ.items() if not name.startswith("GIT_")}
     excluded = [f":(top,exclude){place}" for place in MADE_OF_RESULTS]
@@ -376,7 +376,7 @@ def _rounded(value: float) -> float:
 
 
 def _nulls(run: dict[str, Any]) -> list[str]:
-    """Return the dotted names of what is null in a run, outside its figures."""
+    """Return the dotted names of null values in a run, except in its figures."""
     found = [name for name in ("commit", "dirty") if run[name] is None]
     for part in ("machine", "versions"):
         found += [f"{part}.{name}" for name, value in run[part].items() if value is None]
@@ -384,7 +384,7 @@ def _nulls(run: dict[str, Any]) -> list[str]:
 
 
 def _problems_of_run(run: Run, where: str) -> Iterator[DataError]:
-    """Yield what is wrong with a run whose types are right."""
+    """Yield the problems of a run with valid types."""
     if run["commit"] is not None and not re.fullmatch("[0-9a-f]{40}", run["commit"]):
         yield _wrong(f"{where}.commit", run["commit"], "40 hexadecimal digits")
     nulls = set(_nulls({**run}))

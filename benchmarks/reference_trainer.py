@@ -1,8 +1,8 @@
 """A trainer that shares no code with mens_exp, for `independent.py` to compare runs with.
 
 It is a plain loop over torch, transformers and PEFT. Rendering, masks, losses, clipping, schedules
-and validation are written here from their definitions, and every document goes through the model
-alone: nothing is padded or packed.
+and validation are implemented from their definitions, and every document is a separate forward
+pass, without padding or packing.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 RATE, CLIP = 3e-3, 0.5
 START, END = 1, 2  # token ids of <|im_start|> and <|im_end|>
-MICRO_BATCHES = Path("micro_batches.json")  # by step, the token ids of its documents
+MICRO_BATCHES = Path("micro_batches.json")  # token ids of the documents of each step
 
 Row = dict[str, Any]
 Parameters = list[torch.nn.Parameter]
 
 
 class Document(NamedTuple):
-    """One text: token ids, the positions that are learned, and where it comes from."""
+    """One text: token ids, supervised positions, and origin."""
 
     ids: list[int]
     learned: list[int]
@@ -42,7 +42,7 @@ class Document(NamedTuple):
 
 
 class Models(NamedTuple):
-    """The model that is trained, it without and with the first adapter, and a teacher."""
+    """The trained model, the model without and with the initial adapter, and a teacher."""
 
     policy: Any
     base: Any
@@ -51,7 +51,7 @@ class Models(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The figures of one trainer, those of each step in lists, and its adapter."""
+    """The metrics of one trainer, as lists over steps, and its adapter."""
 
     figures: dict[str, list[float]]
     adapter: dict[str, Tensor]
@@ -62,12 +62,12 @@ Loss = Callable[[Models, list[list[Document]]], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """One way of training. ``loss`` is that of a whole step, given its micro-batches."""
+    """One training setup; ``loss`` computes the loss of a step from its micro-batches."""
 
     name: str
     family: str = "llama"
     overrides: tuple[str, ...]
-    lora: tuple[tuple[str, Any], ...] = ()  # settings of PEFT's
+    lora: tuple[tuple[str, Any], ...] = ()  # settings of PEFT
     rows: tuple[Row, ...]
     validated: tuple[Row, ...]
     turns: str = "all"
@@ -79,7 +79,7 @@ class Probe:
 
 
 def trained_by_reference(probe: Probe) -> Outcome:
-    """Train one document at a time, on the micro-batches that the last run recorded."""
+    """Train one document at a time, on the micro-batches recorded by the last run."""
     place = AutoTokenizer.from_pretrained("model")
     known = {tuple(one.ids): one for row in probe.rows for one in documents(place, row, probe)}
     validated = [[one for row in probe.validated for one in documents(place, row, probe)]]
@@ -103,7 +103,7 @@ def trained_by_reference(probe: Probe) -> Outcome:
         norm = math.sqrt(sum(one.item() for one in squares))
         for one in parameters:
             if one.grad is not None and norm > CLIP:
-                one.grad.mul_(CLIP / (norm + 1e-6))  # as torch has it
+                one.grad.mul_(CLIP / (norm + 1e-6))  # as in torch
         optimizer.param_groups[0]["lr"] = highest * probe.rate(step, len(by_step))
         optimizer.step()
         figures["loss"].append(loss.item())
@@ -116,7 +116,7 @@ def trained_by_reference(probe: Probe) -> Outcome:
 
 
 def loaded(place: str, adapter: str | None = None) -> Any:
-    """Load a model, with an adapter that is trained; no dropout anywhere."""
+    """Load a model, optionally with a trainable adapter, without dropout."""
     model = AutoModelForCausalLM.from_pretrained(
         place, dtype=torch.float32, attn_implementation="eager"
     )
@@ -131,7 +131,7 @@ def adapter_in(place: Path) -> dict[str, Tensor]:
 
 
 def documents(text: Any, row: Row, probe: Probe) -> list[Document]:
-    """Render a row: what the assistant says and its end marker are learned."""
+    """Render a row: assistant turns and their end markers are supervised."""
     if "messages" in row:
         said = {"response": row["messages"]}
     else:
@@ -161,24 +161,24 @@ def documents(text: Any, row: Row, probe: Probe) -> list[Document]:
 
 
 def predicted(model: Any, one: Document) -> tuple[Tensor, Tensor]:
-    """Return the logits that predict the learned tokens, and those tokens."""
+    """Return the logits that predict the supervised tokens, and those tokens."""
     logits_TV = model(input_ids=torch.tensor([one.ids]), use_cache=False).logits[0]
     return logits_TV[[place - 1 for place in one.learned]], torch.tensor(one.ids)[one.learned]
 
 
 def log_probs(model: Any, one: Document) -> Tensor:
-    """Return the log-probability of each learned token."""
+    """Return the log-probability of each supervised token."""
     logits_MV, tokens_M = predicted(model, one)
     return logits_MV.log_softmax(-1).gather(-1, tokens_M[:, None])[:, 0]
 
 
 def cross_entropy(several: Models, one: Document) -> Tensor:
-    """Return the negative log-probability of each learned token."""
+    """Return the negative log-probability of each supervised token."""
     return -log_probs(several.policy, one)
 
 
 def smoothed_with_z(smoothing: float, z: float) -> Callable[[Models, Document], Tensor]:
-    """Return cross-entropy with smoothed labels, and z times the squared log of the partition."""
+    """Return cross-entropy with label smoothing, plus z times the squared log-partition."""
 
     def value(several: Models, one: Document) -> Tensor:
         logits_MV, tokens_M = predicted(several.policy, one)
@@ -209,7 +209,7 @@ def distilled(beta: float, heat: float, plain: float) -> Callable[[Models, Docum
 def mean_of_tokens(
     value: Callable[[Models, Document], Tensor], weight: Callable[[Row], float] = lambda _row: 1.0
 ) -> Loss:
-    """Return the mean over all learned tokens of a step, however they lie in micro-batches."""
+    """Return the mean over all supervised tokens of a step, regardless of micro-batches."""
 
     def loss(several: Models, micro_batches: list[list[Document]]) -> Tensor:
         every = list(chain(*micro_batches))
@@ -220,7 +220,7 @@ def mean_of_tokens(
 
 
 def mean_of_pairs(value: Callable[[dict[str, Tensor], Document], Tensor]) -> Loss:
-    """Return the mean over all pairs of a step, of their answers' sums and means of log-probs."""
+    """Return the mean over all pairs of a step; a loss gets sums and means of log-probs."""
 
     def loss(several: Models, micro_batches: list[list[Document]]) -> Tensor:
         every = list(chain(*micro_batches))
@@ -249,12 +249,12 @@ def dpo(found: dict[str, Tensor], _one: Document) -> Tensor:
 
 
 def ipo(found: dict[str, Tensor], _one: Document) -> Tensor:
-    """Return IPO's loss with beta 0.3, of gains per token as in TRL."""
+    """Return IPO's loss with beta 0.3, on per-token log-ratios as in TRL."""
     return (found["chosen mean gain"] - found["rejected mean gain"] - 1 / (2 * 0.3)) ** 2
 
 
 def orpo(found: dict[str, Tensor], _one: Document) -> Tensor:
-    """Return ORPO's loss with beta 0.25; as in TRL, the whole chosen text is imitated."""
+    """Return ORPO's loss with beta 0.25; as in TRL, the NLL term covers the whole chosen text."""
     odds = [found[f"{side} mean"] for side in ("chosen", "rejected")]
     good, bad = (one - (-one.exp()).log1p() for one in odds)
     return -found["text"] - 0.25 * functional.logsigmoid(good - bad)
@@ -290,15 +290,15 @@ def adamw(parameters: Parameters) -> torch.optim.Optimizer:
 
 
 class Lion(torch.optim.Optimizer):
-    """Lion as its paper has it (Chen et al. 2023, arXiv:2302.06675, program 1)."""
+    """Lion as in its paper (Chen et al. 2023, arXiv:2302.06675, program 1)."""
 
     def __init__(self, parameters: Parameters, lr: float, decay: float) -> None:
-        """Take the rate, and the decay that is decoupled from the gradient."""
+        """Store the learning rate and the decoupled weight decay."""
         super().__init__(parameters, {"lr": lr, "decay": decay})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update by the sign of the interpolated momentum."""
+        """Update with the sign of the interpolated momentum."""
         assert closure is None, "the loop computes the gradients"
         for group in self.param_groups:
             for one in group["params"]:
@@ -309,18 +309,18 @@ class Lion(torch.optim.Optimizer):
 
 
 def cosine(step: int, steps: int) -> float:
-    """Warm up over three steps, then half a cosine."""
+    """Warm up over three steps, then decay on half a cosine."""
     late = max(0, step - 3) / (steps - 3)
     return min((step + 1) / 3, 0.5 * (1 + math.cos(math.pi * late)))
 
 
 def stable(step: int, steps: int) -> float:
-    """Warm up over two steps, hold, and fall in a line over the last four."""
+    """Warm up over two steps, hold, and decay linearly over the last four."""
     return min((step + 1) / 2, 1.0, (steps - step) / 4)
 
 
 def one_cycle(step: int, steps: int) -> float:
-    """Ask torch's own schedule."""
+    """Return the rate of torch's one-cycle schedule."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, 1.0, total_steps=steps, cycle_momentum=False

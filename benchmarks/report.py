@@ -40,7 +40,7 @@ LOWER = record.Better.LOWER
 
 
 def main() -> None:
-    """Run in pairs, then draw."""
+    """Run in pairs, then time the report."""
     parser = record.command_line(__file__, __doc__)
     parser.add_argument("--pairs", type=int, help=f"default: {PAIRS}")
     parser.add_argument("--against", type=Path, metavar="DIRECTORY", help="another checkout")
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def smoke(run: Path, overrides: tuple[str, ...], source: Path | None) -> Callable[[], Took]:
-    """Return a call that runs experiment=smoke, each time anew in one directory."""
+    """Return a function that runs experiment=smoke from scratch in one directory."""
     command = ["-m", "mens_exp", "experiment=smoke", *overrides, f"hydra.run.dir={run}"]
 
     def once() -> Took:
@@ -92,7 +92,7 @@ def smoke(run: Path, overrides: tuple[str, ...], source: Path | None) -> Callabl
 
 
 def checkout(parser: ArgumentParser, directory: Path) -> tuple[Path, str]:
-    """Return the source directory of another checkout, and a name for it by its commit."""
+    """Return the source directory of another checkout, and a name with its commit."""
     source = directory.resolve() / "src"
     if not (source / "mens_exp" / "__main__.py").is_file():
         parser.error(f"--against must name a checkout of mens_exp (got {directory})")
@@ -107,7 +107,7 @@ def checkout(parser: ArgumentParser, directory: Path) -> tuple[Path, str]:
 
 
 def drawing(run: RunDir, rounds: int) -> list[float]:
-    """Return the seconds that drawing a report takes, the first with its imports left out."""
+    """Return the seconds to render a report, without imports."""
     write_report(run)
     seconds = []
     for _ in range(rounds):

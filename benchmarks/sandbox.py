@@ -24,7 +24,7 @@ WORKERS = 2
 
 
 def main() -> None:
-    """Measure in turns, so that a busy moment falls on both."""
+    """Measure in turns, so that load on the machine affects both."""
     given = record.begin(record.command_line(__file__, __doc__))
     rounds, programs = (1, 4) if given.smallest else (ROUNDS, PROGRAMS)
     isolated, unsafe = Bubblewrap(), Unsafe()
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def rate(sandbox: Sandbox, count: int) -> float:
-    """Return the executions a second of one round."""
+    """Return the executions per second of one round."""
     programs = [python_program("print(1)")] * count
     began = time.perf_counter()
     done = run_all(sandbox, programs, Limits(), WORKERS)
@@ -56,7 +56,7 @@ def rate(sandbox: Sandbox, count: int) -> float:
 
 
 def graded_rate(sandbox: Sandbox, count: int) -> float:
-    """Return the answers a second that are graded in one round: one call, one test."""
+    """Return the answers graded per second in one round: one call, one test."""
     task = ProgramTask(id="f", prompt="", entry_point="f", tests="assert f(1) == 2\n", reference="")
     answers = ["def f(x):\n    return x + 1\n"] * count
     began = time.perf_counter()

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 QUESTION = "What do memory, time and communication come to on 1 to 512 GPUs, by formula?"
 GIB, F32 = 2**30, 4
 NEAR = 1.2
-LATENCY_S = 10e-6  # for each process that a ring passes; assumed
-# Layers, hidden size, MLP, query heads, key and value heads, vocabulary: of their config.json.
+LATENCY_S = 10e-6  # per process in a ring; assumed
+# Layers, hidden size, MLP, query heads, KV heads, vocabulary, from their config.json.
 SIZES = {
     "Llama 2 7B": (32, 4096, 11008, 32, 32, 32000),
     "Yi 34B": (60, 7168, 20480, 56, 8, 64000),
@@ -52,14 +52,14 @@ SIZES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A fine-tuning job: model, devices, and the micro-batch of each."""
+    """A fine-tuning job: model, devices, and micro-batch per device."""
 
     model: str
     gpus: int
     batch: int
     tokens: int
     sharded: bool = True
-    rank: int = 64  # of the published runs
+    rank: int = 64  # as in the published runs
     more: tuple[str, ...] = ()
 
     @property
@@ -95,7 +95,7 @@ class Job:
         return typed(compose([overrides])[0].values)
 
     def memory(self) -> Memory:
-        """Return what a plan states for each process."""
+        """Return the planned memory per process."""
         config = self.config()
         documents = Documents(longest=self.tokens, typical=self.tokens, varied=False)
         return memory(config, shape_of(config.model), documents, kind="cuda")
@@ -106,8 +106,8 @@ class Device:
     """A GPU in its machine.
 
     Attributes:
-        rate: FLOP/s at which it computes the step's products.
-        link: bytes/s at which it receives from the others.
+        rate: FLOP/s in the matrix products of a step.
+        link: bytes/s received from other devices.
     """
 
     rate: float
@@ -115,11 +115,11 @@ class Device:
 
 
 def flops_per_token(shape: Shape, tokens: int) -> float:
-    """Return the FLOPs of a token: frozen weights, checkpointing, and causal attention.
+    """Return the FLOPs per token: frozen weights, checkpointing, and causal attention.
 
     A frozen weight takes 2 FLOPs forward, 2 for the gradient of its input, and 2 when activations
-    are computed again; the head takes 4. The adapter's own are left out (about r/d of them).
-    Attention: 2 · tokens · d forward, the same again, and 2.5 times that backward
+    are recomputed; the head takes 4. Those of the adapter are neglected (about r/d of the total).
+    Attention: 2 · tokens · d forward, the same for recomputation, and 2.5 times that backward
     (FlashAttention-2, arXiv:2307.08691).
     """
     head = shape.vocab_size * shape.hidden_size
@@ -130,21 +130,21 @@ def flops_per_token(shape: Shape, tokens: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Seconds of a micro-batch on each process."""
+    """Seconds per micro-batch on each process."""
 
     compute: float
     gather: float
     latency: float
-    reduce: float  # of an optimizer step of one micro-batch
+    reduce: float  # per optimizer step of one micro-batch
 
     @property
     def best(self) -> float:
-        """All weights are gathered while the device computes."""
+        """Time if all weights are gathered while the device computes."""
         return max(self.compute, self.gather + self.latency) + self.reduce
 
     @property
     def worst(self) -> float:
-        """No weight is gathered while the device computes."""
+        """Time if no weight is gathered while the device computes."""
         return self.compute + self.gather + self.latency + self.reduce
 
 
@@ -154,8 +154,8 @@ def times(job: Job, device: Device, *, gathers_head: bool) -> Times:
     Args:
         job: the job.
         device: its devices.
-        gathers_head: whether embedding and head are sharded too, in 16 bits, as FSDP does it if
-            they are not left out; here every process holds them.
+        gathers_head: whether embedding and head are also sharded, in 16 bits, as FSDP does by
+            default; here every process holds them.
     """
     config = job.config()
     shape = shape_of(config.model)
@@ -176,7 +176,7 @@ def times(job: Job, device: Device, *, gathers_head: bool) -> Times:
 
 
 def calibrated(job: Job, seconds: float, link: float) -> Device:
-    """Return the device on which a job without gathering takes so long for a micro-batch."""
+    """Return the device on which a job without gathering takes `seconds` per micro-batch."""
     shape = shape_of(job.config().model)
     flops = job.batch * job.tokens * flops_per_token(shape, job.tokens)
     return Device(rate=flops / seconds, link=link)
@@ -184,14 +184,14 @@ def calibrated(job: Job, seconds: float, link: float) -> Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """Published runs on one kind of device: the one that its rate follows from, and the others.
+    """Published runs on one kind of device: those for calibration, and the others.
 
     Attributes:
-        source: where they were published.
-        link: bytes/s at which a device receives; by its specification, or from `link_from`.
-        rate_from: a job, and its seconds for each micro-batch.
-        link_from: a job whose seconds beyond its products say the link's speed.
-        others: jobs with their seconds for each micro-batch.
+        source: the publication.
+        link: bytes/s received per device, from its specification; `link_from` replaces it.
+        rate_from: the job that calibrates the rate, with seconds per micro-batch.
+        link_from: a job whose time beyond computation calibrates the link.
+        others: jobs with seconds per micro-batch.
         peaks: jobs with their peak memory in GiB.
     """
 
@@ -203,7 +203,7 @@ class Published:
     peaks: tuple[tuple[Job, float], ...] = ()
 
     def device(self) -> Device:
-        """Return the device, by the published runs that calibrate it."""
+        """Return the device calibrated by the published runs."""
         found = calibrated(*self.rate_from, link=self.link)
         if self.link_from is None:
             return found
@@ -214,7 +214,7 @@ class Published:
 
 
 def _of(model: str, gpus: int, batch: int, tokens: int, *, sharded: bool = True) -> Job:
-    # Logits of all positions at once, as those programs compute them.
+    # Logits of all positions at once, as in those programs.
     positions = f"objective.chunk_tokens={batch * tokens}"
     return Job(
         model=model, gpus=gpus, batch=batch, tokens=tokens, sharded=sharded, more=(positions,)
@@ -222,7 +222,7 @@ def _of(model: str, gpus: int, batch: int, tokens: int, *, sharded: bool = True)
 
 
 def _each(total: float, job: Job, samples: int = 1024) -> float:
-    """Return the seconds of a micro-batch, of the seconds that all samples took."""
+    """Return the seconds per micro-batch, given the seconds for all samples."""
     return total * job.batch * job.gpus / samples
 
 
@@ -259,7 +259,7 @@ PUBLISHED = {
     ),
     "2 × RTX 4090": Published(
         source=_FSDP_QLORA,
-        link=32e9 * 0.8,  # PCIe 4.0 x16, less its protocol
+        link=32e9 * 0.8,  # PCIe 4.0 x16, minus protocol overhead
         rate_from=(_DDP, _each(450, _DDP)),
         others=_rows(
             (_of("Llama 2 7B", 2, 10, 2048), 466),
@@ -297,7 +297,7 @@ PUBLISHED = {
     ),
 }
 # Four H100 of 80 GB took 667 s for Llama 2 70B, micro-batches of 8 (AnswerDotAI/fsdp_qlora), which
-# gives their rate; eight in a machine with NVLink 4, and a 400 Gbit/s adapter for each.
+# gives their rate. Eight per machine with NVLink 4, and a 400 Gbit/s network adapter each.
 _FOUR = _of("Llama 2 70B", 4, 8, 2048)
 H100 = calibrated(_FOUR, _each(667, _FOUR), link=450e9)
 ACROSS = Device(rate=H100.rate, link=50e9)
@@ -318,7 +318,7 @@ def main() -> None:
 
 
 def of_published(known: dict[str, Published]) -> Iterator[Figure]:
-    """Yield predicted times and peaks beside the published ones, and how many are inside."""
+    """Yield predicted and published times and peaks, and the number within bounds."""
     near, inside = [], []
     for name, one in known.items():
         device = one.device()
@@ -348,7 +348,7 @@ def of_published(known: dict[str, Published]) -> Iterator[Figure]:
 
 
 def forecast(model: str) -> Iterator[Figure]:
-    """Yield a model's memory and rates on H100s, and where it stops to fit or to scale."""
+    """Yield a model's memory and rates on H100s, and the limits of memory and scaling."""
     jobs = [Job(model=model, gpus=gpus, batch=1, tokens=2048, rank=16) for gpus in GPUS]
     for job in (one for one in jobs if one.gpus in SHOWN):
         name, planned, found = f"{model} on {job.gpus}", job.memory(), _on_h100(job)

@@ -29,14 +29,14 @@ from mens_exp.training.build import build_backend, build_module, lightning_quiet
 
 QUESTION = "How much does a pair of answers cost if its prompt is computed once?"
 ROUNDS, PAIRS = 3, 160
-WORDS = ((80, 20), (20, 20))  # of a prompt and of each answer
+WORDS = ((80, 20), (20, 20))  # per prompt, and per answer
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 SMALLEST = ("model=tiny_llama", "data.seq_len=2048")
 FULL = ("data.seq_len=1024",)
 
 
 def main() -> None:
-    """Measure both arms in turns, for each length of the prompt."""
+    """Measure both arms in turns, for each prompt length."""
     parser = record.command_line(__file__, __doc__)
     parser.add_argument("overrides", nargs="*", help="of both arms")
     given = record.begin(parser)
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def pairs(prompt: int, answer: int) -> list[dict[str, str]]:
-    """Return rows of random words, the same in every run."""
+    """Return rows of random words, identical in every run."""
     draws = random.Random(0)  # noqa: S311 - no secret
 
     def words(count: int) -> str:
@@ -79,7 +79,7 @@ def pairs(prompt: int, answer: int) -> list[dict[str, str]]:
 
 
 class Arm:
-    """One configuration, passed by hand: forward and backward, without an optimizer."""
+    """One configuration in a manual loop: forward and backward, without an optimizer."""
 
     def __init__(self, overrides: list[str]) -> None:
         """Build model, data and objective as training does."""
@@ -96,7 +96,7 @@ class Arm:
         self.position = 0
 
     def measure(self) -> tuple[float, float, float]:
-        """Return tokens, seconds and processor time of a pair, over one micro-batch."""
+        """Return tokens, seconds and CPU time per pair, over one micro-batch."""
         batch = self.stream.batch(self.position)
         self.position += 1
         began = time.perf_counter(), time.process_time()

@@ -34,7 +34,7 @@ RUN = [
 
 
 def main() -> None:
-    """Measure in turns, so that a busy moment falls on both."""
+    """Measure in turns, so that load on the machine affects both."""
     given = record.begin(record.command_line(__file__, __doc__))
     runs, imports = [], []
     with tempfile.TemporaryDirectory() as place:
@@ -54,7 +54,7 @@ def main() -> None:
 def _seconds(arguments: list[str]) -> float:
     began = time.perf_counter()
     command = [sys.executable, *arguments]
-    subprocess.run(command, check=True, capture_output=True)  # noqa: S603  # our own words
+    subprocess.run(command, check=True, capture_output=True)  # noqa: S603  # fixed arguments
     return time.perf_counter() - began
 
 

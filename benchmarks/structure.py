@@ -33,7 +33,7 @@ SMALL = 120  # lines; a shorter module belongs in its only importer (CONVENTIONS
 
 @dataclass(frozen=True, kw_only=True)
 class Module:
-    """One source file: its lines, its syntax tree, and the modules of the tree that it imports."""
+    """One source file: its lines, its syntax tree, and the package's modules that it imports."""
 
     lines: int
     preamble: int
@@ -43,7 +43,7 @@ class Module:
 
 @functools.cache
 def modules(root: Path) -> dict[str, Module]:
-    """Read every module below a package, by its path relative to the package; once a process."""
+    """Read every module of a package by relative path; cached per process."""
     found = {}
     for path in sorted(root.rglob("*.py")):
         text = path.read_text("utf-8")
@@ -61,7 +61,7 @@ def modules(root: Path) -> dict[str, Module]:
 
 @functools.cache
 def imported(tree: ast.Module) -> tuple[str, ...]:
-    """Return every dotted name that a module imports, wherever in it the statement stands."""
+    """Return every dotted name that a module imports, at any nesting level."""
     return tuple(_imported(tree))
 
 
@@ -84,7 +84,7 @@ def importers(found: dict[str, Module]) -> dict[str, set[str]]:
 
 
 def neighbour_only(found: dict[str, Module]) -> list[str]:
-    """Return the small modules whose only importer stands in the same package."""
+    """Return the small modules whose only importer is in the same package."""
     return sorted(
         file
         for file, users in importers(found).items()
@@ -127,18 +127,18 @@ def circles(found: dict[str, Module]) -> list[list[str]]:
 
 
 def package(file: str) -> str:
-    """Return the package of a module; the top level has the empty name."""
+    """Return the package of a module; empty for the top level."""
     return file.split("/", maxsplit=1)[0] if "/" in file else ""
 
 
 def main() -> None:
-    """Measure the working tree and, as its reference, an earlier commit."""
+    """Measure the working tree and, as reference, an earlier commit."""
     parser = record.command_line(__file__, __doc__)
     parser.add_argument("--before", default="94c2f3d", metavar="COMMIT", help="the reference")
     given = record.begin(parser)
     now = measured(modules(ROOT / PACKAGE))
     with tempfile.TemporaryDirectory() as directory:
-        # a copy without history, as continuous integration may have, can only measure itself
+        # a clone without history, as in continuous integration, has no reference
         commit = None if given.smallest else given.before
         before = measured(modules(_checked_out(commit, Path(directory)))) if commit else now
     figures = [
@@ -178,7 +178,7 @@ def _preamble(tree: ast.Module) -> int:
 
 
 def _file_of(name: str, found: dict[str, Module]) -> str | None:
-    """Return the module that a dotted name is in, if it is one of the package's."""
+    """Return the package's module that contains a dotted name, if any."""
     parts = name.split(".")
     if parts[0] != "mens_exp":
         return None
@@ -191,7 +191,7 @@ def _file_of(name: str, found: dict[str, Module]) -> str | None:
 
 
 def _checked_out(commit: str, directory: Path) -> Path:
-    """Write the package as it was at a commit into a directory."""
+    """Write the package at a commit into a directory."""
     command = ["git", "archive", commit, PACKAGE]
     archive = subprocess.run(  # noqa: S603 (git's, with arguments of our own)
         command, cwd=ROOT, check=True, capture_output=True

@@ -56,7 +56,7 @@ HIGHER, LOWER = record.Better.HIGHER, record.Better.LOWER
 
 
 def main() -> None:
-    """Read the command line and measure."""
+    """Parse the command line and measure."""
     parser = record.command_line(__file__, __doc__)
     parser.add_argument("what", choices=["overhead", "kill", "both"], nargs="?", default="both")
     for name, default in DEFAULTS.items():
@@ -89,7 +89,7 @@ def main() -> None:
 def overhead(
     place: Path, pairs: int, steps: int, seeds: tuple[int, ...]
 ) -> Iterator[record.Figure]:
-    """Time the same jobs, one for each seed, by hand and as a sweep, in turns."""
+    """Time the same jobs, one per seed, run manually and as a sweep, in turns."""
     took: dict[str, list[tuple[float, float]]] = {"by hand": [], "as a sweep": []}
     startups = []
     for pair in range(pairs):
@@ -118,7 +118,7 @@ def overhead(
 def _commands(
     place: Path, where: Path, steps: int, seeds: tuple[int, ...], *, as_sweep: bool
 ) -> list[list[str]]:
-    """Return what runs a job for each seed: one command as a sweep, else one for each."""
+    """Return the commands that run a job per seed: one for a sweep, otherwise one per seed."""
     if as_sweep:
         values = ",".join(map(str, seeds))
         return [[*_command(place, steps, "-m"), f"seed={values}", f"hydra.sweep.dir={where}"]]
@@ -142,7 +142,7 @@ def _record(sweep: Path) -> dict[str, Any]:
 
 
 def kill(place: Path, given: argparse.Namespace, steps: int) -> Iterator[record.Figure]:
-    """Disturb a sweep, resume it, and compare it with one that ran through."""
+    """Kill processes of a sweep, resume it, and compare it with an undisturbed one."""
     seeds = ",".join(map(str, range(given.jobs)))
     command = [*_command(place, steps, "-m"), f"seed={seeds}"]
     command.append(f"hydra.launcher.n_jobs={given.n_jobs}")
@@ -171,10 +171,10 @@ def kill(place: Path, given: argparse.Namespace, steps: int) -> Iterator[record.
 def _disturbed(
     command: list[str], torn: Path, log: Path, given: argparse.Namespace
 ) -> tuple[int, list[str]]:
-    """Launch a sweep and resume it until it is done, killing what runs at random moments.
+    """Launch a sweep and resume it until it is done, killing processes at random moments.
 
     Returns:
-        The number of launches, and the kills that were planned and not done.
+        The number of launches, and the planned kills that did not happen.
     """
     draw = random.Random(given.seed)  # noqa: S311  # no secret
     kills = ["job"] * given.job_kills + ["launcher"] * given.launcher_kills
@@ -204,7 +204,7 @@ def _unfinished(sweep: Path) -> bool:
 
 
 def _killed(sweep: Path, launcher: subprocess.Popen[bytes], what: str, draw: random.Random) -> bool:
-    """Kill a process with signal 9; tell whether there was one."""
+    """Kill a process with SIGKILL; return whether there was one."""
     if what == "launcher":
         launcher.kill()
         launcher.wait()
@@ -221,7 +221,7 @@ def _killed(sweep: Path, launcher: subprocess.Popen[bytes], what: str, draw: ran
 
 
 def _adapters(sweep: Path) -> dict[str, str]:
-    """Hash what every job made, by its path in the sweep."""
+    """Hash the adapter of every job, by its path in the sweep."""
     files = sorted(sweep.glob("*/adapter/**/*.safetensors"))
     return {
         path.relative_to(sweep).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()

@@ -68,7 +68,7 @@ def main() -> None:
 
 
 class Arm:
-    """One configuration, stepped by hand: forward, backward, optimizer."""
+    """One configuration in a manual training loop: forward, backward, optimizer."""
 
     def __init__(self, dropout: float, overrides: list[str]) -> None:
         """Build model, data, objective and optimizer as training does."""
@@ -102,7 +102,7 @@ class Arm:
         return tokens
 
     def rate(self) -> float:
-        """Return tokens a second over a few steps."""
+        """Return tokens per second over a few steps."""
         start = time.perf_counter()
         tokens = sum(self.step() for _ in range(STEPS))
         return tokens / (time.perf_counter() - start)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 QUESTION = "How many tokens a second does VoxTokenizer encode and decode?"
-SECONDS = 1.0  # of each measurement
+SECONDS = 1.0  # per measurement
 ROUNDS = 3
 COMPOUNDS = "fn f(x) -> { ret a::b == c }  @test let y => spawn(w) "
 
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def rate(action: Callable[[], object], units: int, seconds: float) -> float:
-    """Return units a second, over about so many seconds and at least one call."""
+    """Return units per second, over about `seconds` seconds and at least one call."""
     calls, start, elapsed = 0, time.perf_counter(), 0.0
     while not calls or elapsed < seconds:
         action()

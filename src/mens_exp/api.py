@@ -1,6 +1,6 @@
 """The Python API: compose, plan, train, evaluate and compare in the caller's own process.
 
-Each function takes the overrides of the command line as texts and runs the same code::
+Each function takes command-line overrides as strings and runs the same code::
 
     from mens_exp import compare, train
 
@@ -8,9 +8,9 @@ Each function takes the overrides of the command line as texts and runs the same
     large = train("model=tiny_llama", "lora.r=16")
     compare([small, large], "compare.factors=[lora.r]")
 
-Runs are written where the command line writes them, so either can read what the other wrote. What
-goes wrong is raised as :class:`mens_exp.errors.MensError`; nothing exits the process. Ctrl-C closes
-the record of a run as cancelled and raises KeyboardInterrupt.
+Runs are written to the same directories as on the command line, so each can read the other's runs.
+Errors are raised as :class:`mens_exp.errors.MensError`; nothing exits the process. Ctrl-C marks the
+run as cancelled and raises KeyboardInterrupt.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Composition:
-    """A checked configuration that has not run yet.
+    """A validated configuration that has not run yet.
 
     Pass it to :func:`plan` or :func:`train`, alone or followed by more overrides.
 
     Attributes:
         overrides: the overrides, in order.
         config: the typed configuration.
-        choices: the option of each config group; None where no option was chosen.
+        choices: the selected option of each config group; None if none was selected.
         digest: SHA-256 of the composed values.
     """
 
@@ -75,7 +75,7 @@ class Composition:
     _yaml: str = field(repr=False)
 
     def to_yaml(self) -> str:
-        """Return the composed values as YAML, as ``--cfg job`` shows them."""
+        """Return the composed values as YAML, as ``--cfg job`` prints them."""
         return self._yaml
 
     def _repr_html_(self) -> str:
@@ -90,7 +90,7 @@ class Composition:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The forecast of a training run, which was not started.
+    """The forecast of a training run that was not started.
 
     Attributes:
         path: the directory of the plan's own record.
@@ -102,17 +102,17 @@ class Plan:
 
     @property
     def time_s(self) -> float | None:
-        """Estimated duration in seconds; None if this machine's speed is unknown."""
+        """Estimated duration in seconds; None if the speed of this machine is unknown."""
         return (self.record.get("time_s") or {}).get("estimate")
 
     @property
     def memory_bytes(self) -> int | None:
-        """Estimated peak memory in bytes, of the GPU if there is one, otherwise of the process."""
+        """Estimated peak memory in bytes: GPU memory if there is a GPU, else process memory."""
         return (self.record.get("memory_bytes") or {}).get("estimate")
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Possible problems of the run."""
+        """Warnings about possible problems of the run."""
         return tuple(self.record.get("warnings") or ())
 
     def _repr_html_(self) -> str:
@@ -128,7 +128,7 @@ class Run:
     Attributes:
         path: the run directory.
         manifest: its identity, inputs, facts and results.
-        scorecard: its KPIs; None if it scored nothing.
+        scorecard: its KPIs; None if nothing was scored.
     """
 
     path: Path
@@ -137,7 +137,7 @@ class Run:
 
     @property
     def results(self) -> dict[str, Any]:
-        """The final figures by name, such as ``tuned_val_loss``; units are in the names."""
+        """The final metrics by name, such as ``tuned_val_loss``; units are in the names."""
         return self.manifest.results
 
     @property
@@ -147,7 +147,7 @@ class Run:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether its process was killed, so that its status stays ``started``."""
+        """Whether the process was killed, which leaves the status at ``started``."""
         return self.status is Status.STARTED and RunDir(self.path).is_interrupted
 
     @property
@@ -155,7 +155,7 @@ class Run:
         """The typed configuration of the run.
 
         Raises:
-            ConfigError: the stored configuration was damaged, or names a class that is not trusted.
+            ConfigError: the stored configuration is damaged, or names an untrusted class.
         """
         from mens_exp.export.subject import config_of
 
@@ -163,7 +163,7 @@ class Run:
 
     @property
     def report(self) -> Path:
-        """The path of the report, a page for a browser."""
+        """The path of the HTML report."""
         return RunDir(self.path).report
 
     def steps(self) -> list[dict[str, Any]]:
@@ -175,7 +175,7 @@ class Run:
         return self._payloads("validation")
 
     def rows(self, side: str = "val") -> Sequence[TrainingPair]:
-        """Return the rows of one side of the run's split.
+        """Return the rows of one side of the data split.
 
         Args:
             side: ``train``, ``val`` or ``heldout``.
@@ -204,21 +204,21 @@ class Run:
             accelerator: ``auto``, ``cpu`` or ``gpu``.
 
         Returns:
-            PEFT's ``PeftModel`` on the base as it was quantized in training; or transformers' own
-            model, if the run trained every weight.
+            A PEFT ``PeftModel`` on the base model, quantized as in training; after full
+            fine-tuning, a transformers model.
 
         Raises:
-            RequestError: the run has no trained model, or its base or adapter has changed.
+            RequestError: the run has no trained model, or the base model or adapter has changed.
         """
         from mens_exp.tasks.inputs import transformers_model
 
         return transformers_model(self._trained(), self.config, accelerator)
 
     def tokenizer(self) -> Any:
-        """Return transformers' tokenizer of the base, with the chat template of the run.
+        """Return the base model's transformers tokenizer, with the chat template of the run.
 
         Raises:
-            RequestError: the run trained nothing, or used a tokenizer that transformers lacks.
+            RequestError: the run did not train, or its tokenizer is not from transformers.
         """
         from mens_exp.tasks.inputs import transformers_tokenizer
 
@@ -249,11 +249,11 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The paired comparison of arms, as ``task=compare`` records it.
+    """A paired comparison of arms, as recorded by ``task=compare``.
 
     Attributes:
-        path: the directory that holds compare.json and its page.
-        record: the whole comparison.
+        path: the directory that holds ``compare.json`` and the HTML page.
+        record: the contents of ``compare.json``.
     """
 
     path: Path
@@ -261,24 +261,24 @@ class Comparison:
 
     @property
     def primary(self) -> str:
-        """The KPI on which verdicts are given."""
+        """The KPI that decides the verdicts."""
         return self.record.primary
 
     @property
     def verdicts(self) -> dict[str, str]:
-        """The verdict on each arm other than the reference, by the arm's name."""
+        """The verdict for each arm except the reference, by arm name."""
         primary = self.record.primary
         return {one["arm"]: str(one["kpis"][primary]["verdict"]) for one in self.record.contrasts}
 
     @property
     def differences(self) -> dict[str, float | None]:
-        """The estimated difference of each arm from the reference in the primary KPI."""
+        """The estimated difference in the primary KPI between each arm and the reference."""
         primary = self.record.primary
         return {one["arm"]: one["kpis"][primary]["estimate"] for one in self.record.contrasts}
 
     @property
     def page(self) -> Path:
-        """The path of the comparison's page, for a browser."""
+        """The path of the comparison's HTML page."""
         return RunDir(self.path).comparison_page
 
     def _repr_html_(self) -> str:
@@ -288,14 +288,14 @@ class Comparison:
 
 
 Given: TypeAlias = str | Composition
-"""An override such as ``lora.r=8``, or a composition whose overrides are meant."""
+"""An override such as ``lora.r=8``, or a composition, whose overrides are used."""
 
 Subject: TypeAlias = Run | Path | str
-"""A run, or a path: a run directory, a sweep, a glob, ``latest``, or for evaluate an adapter."""
+"""A run, or a path: a run directory, sweep, glob, ``latest``, or (for evaluate) an adapter."""
 
 
 def compose(*overrides: Given) -> Composition:
-    """Compose and check a configuration without running it.
+    """Compose and validate a configuration without running it.
 
     Args:
         overrides: as on the command line, such as ``"model=tiny_llama"`` and ``"lora.r=8"``.
@@ -317,7 +317,7 @@ def compose(*overrides: Given) -> Composition:
 
 
 def plan(*overrides: Given) -> Plan:
-    """Forecast time, memory and disk of a training run without starting it.
+    """Forecast the time, memory and disk space of a training run without starting it.
 
     Args:
         overrides: those of the training run.
@@ -332,17 +332,17 @@ def plan(*overrides: Given) -> Plan:
 
 
 def train(*overrides: Given, resume: Subject | None = None) -> Run:
-    """Train an adapter, score base and tuned model, and return the record.
+    """Train an adapter, score the base model and the tuned model, and return the record.
 
     Args:
         overrides: as on the command line. With ``resume``, only a larger ``trainer.max_steps`` and
-            another number of processes are accepted.
+            a different number of processes are accepted.
         resume: a run that was stopped, to continue in its directory.
 
     Raises:
-        MensError: the request is wrong or training failed; the record of a run that has started
-            says why.
-        KeyboardInterrupt: Ctrl-C; the record is closed as cancelled and the run can be resumed.
+        MensError: the request is wrong or training failed; once a run has started, its record
+            states the reason.
+        KeyboardInterrupt: Ctrl-C; the run is marked as cancelled and can be resumed.
     """
     if resume is None:
         return load_run(_conducted("train", overrides).path)
@@ -356,29 +356,29 @@ def train(*overrides: Given, resume: Subject | None = None) -> Run:
 
 
 def evaluate(subject: Subject, *overrides: Given) -> Run:
-    """Score a run, an adapter or the base in a run of its own.
+    """Score a run, an adapter or a base model in a new run.
 
     Args:
-        subject: the run or the path of an adapter; ``"base"`` scores a base model alone.
+        subject: the run or the path of an adapter; ``"base"`` scores the base model without one.
         overrides: the suite and its settings, such as ``"suite=mini_python"``.
 
     Raises:
         MensError: the subject cannot be scored.
-        KeyboardInterrupt: Ctrl-C; the record is closed as cancelled.
+        KeyboardInterrupt: Ctrl-C; the run is marked as cancelled.
     """
     path = override_of("path", _path(subject))
     return load_run(_conducted("evaluate", [*overrides, path]).path)
 
 
 def compare(runs: Subject | Sequence[Subject], *overrides: Given) -> Comparison:
-    """Compare the arms that several runs form, paired by seed and item.
+    """Compare arms of several runs, paired by seed and item.
 
     Args:
         runs: the runs, or paths of runs, sweeps or globs.
         overrides: settings of the comparison, such as ``"compare.factors=[lora.r]"``.
 
     Raises:
-        MensError: there is nothing to compare, or a record differs from what its run wrote.
+        MensError: there is nothing to compare, or a record was changed after its run.
     """
     several = [runs] if isinstance(runs, Run | Path | str) else list(runs)
     path = override_of("path", ",".join(map(_path, several)))
@@ -390,7 +390,7 @@ def load_run(path: Subject) -> Run:
     """Read the record of a run of any task.
 
     Args:
-        path: the run directory, or ``"latest"`` for the run that was trained last.
+        path: the run directory, or ``"latest"`` for the most recent training run.
 
     Raises:
         MensError: there is no such run, or a record is damaged.
@@ -406,16 +406,16 @@ def load_run(path: Subject) -> Run:
 def checked_cells(
     overrides: Sequence[str], *, multirun: bool = False, with_files: bool = True
 ) -> list[Cell]:
-    """Compose every cell of a command, and raise all its problems at once.
+    """Compose every cell of a command, and report all problems at once.
 
     Args:
         overrides: as typed.
-        multirun: whether several values of a key mean several runs.
-        with_files: whether references are resolved and files are checked too.
+        multirun: whether several values of a key make several runs.
+        with_files: also resolve references and check files.
 
     Raises:
-        MensError: the problem.
-        Problems: several of them.
+        MensError: there is one problem.
+        Problems: there are several.
     """
     from mens_exp.planning.checks import machine
     from mens_exp.tasks.resolve_references import pin_inputs
@@ -442,15 +442,15 @@ def _used_directory(cell: Cell, *, multirun: bool) -> list[MensError]:
 
 
 def split_pairs(overrides: Sequence[str]) -> dict[str, str]:
-    """Return plain overrides by key, as ``resume`` takes them."""
+    """Return plain overrides by key, in the form that ``resume`` expects."""
     return dict(text.lstrip("+").partition("=")[::2] for text in overrides)
 
 
 def bound_kernel_cache() -> None:
-    """Limit the memory of oneDNN; has an effect only before torch is imported.
+    """Limit oneDNN's kernel cache; effective only before torch is imported.
 
-    The default caches 1,024 kernels, one per shape, and the process grows for hundreds of steps;
-    128 are enough for a step (experiments/LOG.md).
+    By default, oneDNN caches 1,024 kernels, one per shape, and memory grows for hundreds of steps;
+    one step needs no more than 128 (experiments/LOG.md).
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
 
@@ -515,7 +515,7 @@ def _conducted(task_name: str, overrides: Sequence[Given]) -> RunDir:
 
 
 def _composed(task_name: str, texts: Sequence[str]) -> RunDir:
-    """Check and run one task, whose config sources are set."""
+    """Check and run one task; the config sources must be set."""
     from mens_exp.tasks.run import perform
 
     [cell] = checked_cells(texts)
@@ -545,10 +545,10 @@ def _composed(task_name: str, texts: Sequence[str]) -> RunDir:
 
 
 def _guarded(work: Callable[[], None], directory: Path) -> None:
-    """Do the work; Ctrl-C cancels it without ending the process, and machine faults are named.
+    """Call `work`; Ctrl-C cancels it without ending the process.
 
     Raises:
-        MensError: as the work raised it, or for a fault of the machine.
+        MensError: `work` raised it, or the machine failed (a full disk, for example).
         KeyboardInterrupt: the run was cancelled.
     """
     from mens_exp.tasks.run import Cancelled, kept_alive

@@ -1,4 +1,4 @@
-"""The command line: check everything, then let Hydra run one task, or one for each cell.
+"""The command line: check everything, then let Hydra run one task, or one task per cell.
 
 Exit codes: 0 done, 1 bug, 2 invalid request, 3 environment, 4 gate refused, 130 cancelled.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def entry_point() -> None:
-    """Run the command of ``sys.argv`` and exit with its code."""
+    """Run the command in ``sys.argv`` and exit with its code."""
     from mens_exp.api import bound_kernel_cache
     from mens_exp.artifacts.host import collect_rarely
 
@@ -38,7 +38,7 @@ class _Outliving(io.TextIOWrapper):
 
     @classmethod
     def of(cls, stream: Any) -> Any:
-        """Wrap a stream of the process; a stream without its own file stays unchanged."""
+        """Wrap a standard stream; a stream without a file descriptor is returned unchanged."""
         if not isinstance(stream, io.TextIOWrapper):
             return stream
         told = {"encoding": stream.encoding, "errors": stream.errors}
@@ -106,7 +106,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _of_one_process(arguments: Sequence[str]) -> str | None:
-    """Return the argument that makes a command one of a single process; None for training."""
+    """Return the argument that makes a command single-process; None for training."""
     given = [text for text in arguments if text.startswith(("-", "sweep.resume="))]
     tasks = [text for text in arguments if text.lstrip("+").startswith("task=")]
     given += [text for text in tasks[-1:] if not text.endswith("=train")]
@@ -117,7 +117,7 @@ def _refuse_under_torchrun(argument: str) -> None:
     """Refuse single-process commands under torchrun; Hydra's informational flags are allowed.
 
     Raises:
-        MensError: the other processes would have no work.
+        MensError: the command runs in one process only.
     """
     from mens_exp.errors import RequestError
     from mens_exp.planning.checks.machine import started_for_one
@@ -159,7 +159,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _without_sources(arguments: list[str], parsed: Any) -> list[str]:
-    """Return the arguments without the flags whose directories and names are known by now."""
+    """Remove the flags of the config sources, which are already set."""
     flags = {"--config-dir": parsed.config_dir, "-cd": parsed.config_dir}
     flags |= {"--config-name": parsed.config_name, "-cn": parsed.config_name}
     kept, skips = [], False
@@ -172,7 +172,7 @@ def _without_sources(arguments: list[str], parsed: Any) -> list[str]:
 
 
 def _answered(arguments: list[str], parser: Any, parsed: Any) -> int:
-    """Answer a command whose config sources are set."""
+    """Run a command after its config sources are set."""
     from mens_exp.api import checked_cells
 
     if parsed.help or parsed.hydra_help:
@@ -265,7 +265,7 @@ _DIRECTORY = re.compile(r"\s(?:--config-dir|-cd)[=\s]\s*(\S+)\s")
 
 
 def _complete(arguments: list[str], asked: Sequence[str]) -> int:
-    """Print the completion script of a shell, or what a line may go on with.
+    """Print a shell's completion script, or the completions of a command line.
 
     Raises:
         ConfigError: there is no such shell.
@@ -276,7 +276,7 @@ def _complete(arguments: list[str], asked: Sequence[str]) -> int:
 
     action, _, shell = (asked[0] if asked else "").partition("=")
     if action == "query":
-        # Hydra knows one word for a program; what it offers is the same for both.
+        # Hydra expects the program name to be one word; completions are the same for both forms.
         line = _MODULE.sub("mens-exp", os.environ.get("COMP_LINE", ""))
         found = _DIRECTORY.search(line)
         os.environ["COMP_LINE"] = _DIRECTORY.sub(" ", line)
@@ -297,7 +297,7 @@ def _complete(arguments: list[str], asked: Sequence[str]) -> int:
 
 
 def _started(arguments: list[str], parsed: Any) -> int:
-    """Start what a command asks for, or continue it."""
+    """Start or resume a run, a sweep or a study."""
     from mens_exp.api import checked_cells
     from mens_exp.corpus.source import rows_read_once
 
@@ -348,7 +348,7 @@ def _sweep(overrides: Sequence[str]) -> int:
 
 
 def _study(overrides: Sequence[str], *, multirun: bool) -> int:
-    """Conduct or continue a study."""
+    """Run or resume a study."""
     from mens_exp.errors import ConfigError
     from mens_exp.sweeps.studying import conduct
 
@@ -373,7 +373,7 @@ def _in_process(overrides: Sequence[str]) -> bool:
 
 
 def _behind(flag: str, arguments: Sequence[str]) -> str | None:
-    """Return the argument after a flag, if it looks like its value."""
+    """Return the argument after a flag, if it looks like the flag's value."""
     place = list(arguments).index(flag) + 1 if flag in arguments else len(arguments)
     after = arguments[place] if place < len(arguments) else "-"
     return None if "=" in flag or "=" in after or after.startswith("-") else after
@@ -419,7 +419,7 @@ def _refuse_flags(parsed: Any, unknown: list[str], arguments: Sequence[str]) -> 
 
 
 def _hydra(arguments: list[str], cells: list[Cell]) -> int:
-    """Pass the command to Hydra, which creates the run directory and calls back for each cell."""
+    """Pass the command to Hydra, which creates each run directory and calls back for each cell."""
     import hydra
     from hydra.core.hydra_config import HydraConfig
 

@@ -1,9 +1,9 @@
-"""Errors that a user can meet, and the nearest valid names that they suggest.
+"""Errors reported to users, and suggestions of the nearest valid name.
 
 ::
 
     MensError              1  a bug, or a subclass below
-    ├── RequestError       2  what was asked for cannot be done as asked
+    ├── RequestError       2  the request cannot be met as stated
     │   ├── ConfigError    2  an override or a value of the configuration
     │   │   └── NoEffectError 2  one that has no effect in this configuration
     │   ├── DataError      2  a data file or a row in it
@@ -12,11 +12,11 @@
     │       └── Refusals   4  several refusals of a gate, reported together
     ├── SetupError         3  this machine lacks something
     │   └── MissingExtra   3  an optional package
-    ├── TrainingError      1  training cannot go on (a loss that is not finite, say)
-    └── GateError          4  a gate said no
+    ├── TrainingError      1  training cannot continue (a loss that is not finite, for example)
+    └── GateError          4  a gate refused
 
-The number is the process's exit code. A message says what is wrong, the value found,
-what was expected and what to do next.
+The number is the exit code. A message states what is wrong, the value found, the expected value
+and what to do next.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class MensError(Exception):
     """Root of the tree; carries the four parts of a message."""
 
     exit_code: ClassVar[int] = 1
-    usual_remedy: ClassVar[str | None] = None  # for errors that state none of their own
+    usual_remedy: ClassVar[str | None] = None  # for errors without an explicit remedy
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class MensError(Exception):
             what: what is wrong, in one clause.
             where: the dotted config path, or ``file:line``.
             found: the offending value, shown with ``repr`` unless it is a string.
-            expected: what is accepted, the nearest valid name included.
+            expected: accepted values, including the nearest valid name.
             remedy: what to do next.
         """
         self.what = what
@@ -69,7 +69,7 @@ class MensError(Exception):
         super().__init__(" · ".join(parts))
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Keep the parts on the way from another process; by default only the message arrives."""
+        """Pickle all parts; an exception pickles only its message by default."""
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
@@ -84,14 +84,14 @@ class ConfigError(RequestError):
 
 
 class NoEffectError(ConfigError):
-    """An override or a value that has no effect beside the rest of the configuration."""
+    """An override or a value that has no effect, given the rest of the configuration."""
 
     def __init__(self, words: str, *, where: str, **parts: Any) -> None:
         """Compose the message.
 
         Args:
             words: complete "has no effect", such as "with task=train".
-            where: the dotted path of what has no effect.
+            where: the dotted path of the setting without effect.
             parts: the other parts of a message.
         """
         super().__init__(f"has no effect {words}", where=where, **parts)
@@ -107,11 +107,11 @@ class ModelFileError(RequestError):
     usual_remedy = "restore the model's files, or download or create the model again"
 
 
-class Problems(RequestError):  # noqa: N818  # it holds errors, and is none of them
+class Problems(RequestError):  # noqa: N818  # a collection
     """Several problems of one command, reported together."""
 
     def __init__(self, problems: Sequence[MensError]) -> None:
-        """Join the messages, one a line.
+        """Join the messages, one per line.
 
         Args:
             problems: at least one error.
@@ -124,7 +124,7 @@ class Problems(RequestError):  # noqa: N818  # it holds errors, and is none of t
 
     @classmethod
     def raise_if(cls, problems: Sequence[MensError]) -> None:
-        """Raise nothing, the one problem, or all of them together."""
+        """Raise a single problem as it is, and several as `Problems`; do nothing without any."""
         if len(problems) == 1:
             raise problems[0]
         if problems:
@@ -132,7 +132,7 @@ class Problems(RequestError):  # noqa: N818  # it holds errors, and is none of t
 
 
 class SetupError(MensError):
-    """This machine lacks something the request needs."""
+    """This machine lacks something that the request needs."""
 
     exit_code = 3
 
@@ -142,11 +142,11 @@ class MissingExtra(SetupError):  # noqa: N818  # named for what is missing
 
 
 class TrainingError(MensError):
-    """Training cannot go on."""
+    """Training cannot continue."""
 
 
 class GateError(MensError):
-    """A gate said no."""
+    """A gate refused."""
 
     exit_code = 4
 
@@ -157,17 +157,17 @@ class Refusals(Problems):
     exit_code = 4
 
 
-_CUTOFF = 0.5  # below it difflib's suggestions stop looking like typing slips; unverified guess
-_MOST_CHARS = 320  # of listed names: four lines of a terminal
+_CUTOFF = 0.5  # below it, difflib's suggestions no longer look like typos; unverified guess
+_MOST_CHARS = 320  # of listed names: four terminal lines
 
 
 def nearest(name: str, known: Iterable[str], *, cutoff: float = _CUTOFF) -> str | None:
-    """Return the known name most like `name`, or None when none is alike.
+    """Return the known name most similar to `name`, or None if no name is similar.
 
     Args:
-        name: the name that is not known.
-        known: the names that are.
-        cutoff: least likeness, from 0 to 1.
+        name: the unknown name.
+        known: the known names.
+        cutoff: minimum similarity, from 0 to 1.
     """
     close = get_close_matches(name, list(known), n=3, cutoff=cutoff)
     swapped = [one for one in close if sorted(one) == sorted(name)]  # letters in another order
@@ -175,7 +175,7 @@ def nearest(name: str, known: Iterable[str], *, cutoff: float = _CUTOFF) -> str 
 
 
 def listed(names: Sequence[str]) -> str:
-    """Say that one of some names is expected; of many, the first are named."""
+    """State that one of these names is expected; a long list is cut."""
     shown = list(names)
     while len(shown) > 1 and len(", ".join(shown)) > _MOST_CHARS:
         shown.pop()
@@ -184,7 +184,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def expected_name(name: str, known: Iterable[str]) -> str:
-    """Say what is accepted instead of `name`: the nearest known name, or all of them."""
+    """State the accepted names: the one nearest to `name`, or all of them."""
     names = sorted(known)
     close = nearest(name, names)
     if close is not None:
@@ -193,18 +193,18 @@ def expected_name(name: str, known: Iterable[str]) -> str:
 
 
 def nearest_file(directory: Path, name: str, suffixes: tuple[str, ...]) -> str:
-    """Say which file of `directory` is nearest to `name`, as a clause that ends a message.
+    """Name the file in `directory` nearest to `name`, as the last clause of a message.
 
     Args:
-        directory: where the file was looked for.
-        name: the name that is not there.
-        suffixes: endings of the files that could have been meant; those are offered first.
+        directory: the directory that was searched.
+        name: the missing file name.
+        suffixes: suffixes of eligible files, which are suggested first.
     """
     if not directory.is_dir():
         return f"; the directory {directory} does not exist either"
     try:
         names = sorted(entry.name for entry in directory.iterdir() if entry.is_file())
-    except OSError:  # a directory that may not be listed has nothing to offer
+    except OSError:  # the directory is not readable
         return ""
     likely = [other for other in names if other.endswith(suffixes)]
     near = nearest(name, likely) or nearest(name, names) or next(iter(likely), None)

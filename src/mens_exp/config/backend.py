@@ -96,7 +96,7 @@ class ProxyConfig(BackendConfig):
 
 
 def has_frozen_base(backend: BackendConfig, source: str) -> bool:
-    """Return whether the base's weights stay as they are; see :func:`trains_base`."""
+    """Return whether the base weights are frozen; see :func:`trains_base`."""
     return not isinstance(backend, FullConfig) and not trains_base(backend, source)
 
 
@@ -123,11 +123,11 @@ class BackendSpec:
     Attributes:
         name: the backend that implements it.
         method: adapter method, ``lora`` or ``qlora``; ``full`` has no adapter.
-        targets: what the adapter sits on: the full causal graph, or the proxy stack.
+        targets: the adapted graph: the full causal graph, or the proxy stack.
         graph_id: name of the graph in records; the proxy's depends on its composition.
         depth: a human-readable description of the part of the model that is computed.
-        needs_layout: whether it reads weights by name, which requires a known family.
-        tokenizers: accepted tokenizers; other token ids mean nothing to pretrained weights.
+        needs_layout: whether it reads weights by name, which requires a known model family.
+        tokenizers: accepted tokenizers; pretrained weights do not know other token ids.
     """
 
     name: str
@@ -140,7 +140,7 @@ class BackendSpec:
 
     @property
     def bases(self) -> tuple[str, ...]:
-        """Names of the quantizers of its base weights; ``none`` leaves them as they are."""
+        """Names of the quantizers of its base weights; ``none`` leaves them unquantized."""
         return names_for(self.name)
 
     @property
@@ -149,7 +149,7 @@ class BackendSpec:
         return "none" not in self.bases
 
     def takes(self, base: str) -> bool:
-        """Tell whether the base weights may be stored by a quantizer, installed ones included."""
+        """Return whether a quantizer, built-in or installed, may store the base weights."""
         spec = QUANTIZERS.known(base)
         return spec is not None and self.name in spec.backends
 

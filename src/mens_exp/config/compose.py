@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 VERSION_BASE = "1.3"
-# Settings whose values our options derive from other settings.
+# Settings that our options derive from other settings.
 _DEPENDENT = (
     ("trainer", "max_steps"),
     ("tokenizer", "name"),
@@ -115,9 +115,9 @@ def config_digest(config: DictConfig) -> str:
 
 
 def stored_digest(path: Path) -> str:
-    """Hash the values in a run's own config.yaml; its record has the :func:`config_digest` of them.
+    """Hash the values in a run's config.yaml; its record holds their :func:`config_digest`.
 
-    Keys that later releases added, moved or renamed do not change it.
+    Keys that later releases added, moved or renamed do not change the hash.
 
     Args:
         path: a file that :func:`from_yaml` accepts.
@@ -127,19 +127,19 @@ def stored_digest(path: Path) -> str:
 
 def _plain(config: DictConfig) -> dict[str, Any]:
     plain = OmegaConf.to_container(config, resolve=True, enum_to_str=True)
-    if not isinstance(plain, dict):  # of a file from elsewhere
+    if not isinstance(plain, dict):  # a file not written by a run
         raise TypeError("a section is not a mapping")
     return {str(key): value for key, value in plain.items()}
 
 
 def begin_command() -> None:
-    """Reset the start time, so that the next command's run directories carry its own time."""
+    """Reset the start time, so that the next command's run directories get a new timestamp."""
     _start_utc.cache_clear()
 
 
 @functools.cache
 def _start_utc() -> str:
-    """Return the time at which this command first named a directory, to the millisecond."""
+    """Return the time of this command's first directory name, to the millisecond."""
     return datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")[:-3] + "Z"
 
 
@@ -167,7 +167,7 @@ def _experiment_directory(*, _root_: DictConfig) -> str:
 @contextmanager
 def _hydra() -> Iterator[None]:
     prepare_hydra()
-    theirs = GlobalHydra.instance().hydra  # of an application that uses this package
+    theirs = GlobalHydra.instance().hydra  # belongs to an application that uses this package
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(config_directory()), version_base=VERSION_BASE):
@@ -201,7 +201,7 @@ def show_help(parser: ArgumentParser, parsed: Namespace) -> None:
 
 @contextmanager
 def hydra_context(config: DictConfig) -> Iterator[HydraContext]:
-    """Provide what Hydra sets its plugins up with: our loader, and the configured callbacks.
+    """Return the context for Hydra's plugins: our config loader and the configured callbacks.
 
     Args:
         config: a composed configuration with Hydra's node.
@@ -214,15 +214,15 @@ def hydra_context(config: DictConfig) -> Iterator[HydraContext]:
 def run_composed(
     one: Composed, task: Callable[[Path], int], *, configures_logging: bool = True
 ) -> int:
-    """Run a task the way Hydra runs a single job: with its directory, logging and callbacks.
+    """Run a task as Hydra runs a single job, with its directory, logging and callbacks.
 
-    Runs exactly the configuration that was composed and checked. ``hydra.main`` would compose it
-    twice more, which takes a third of the time of a plan.
+    The configuration is exactly the one that was composed and checked. ``hydra.main`` would compose
+    it twice more, which takes a third of the time of a plan.
 
     Args:
         one: a composed configuration that is not a cell of a sweep.
-        task: called with the run directory, which exists by then; returns an exit code.
-        configures_logging: whether Hydra sets up Python's logging, which is the whole process's.
+        task: called with the run directory, which already exists; returns an exit code.
+        configures_logging: whether Hydra configures Python's logging for the whole process.
 
     Raises:
         SetupError: the directory cannot be created.
@@ -341,7 +341,7 @@ def _directory(config: DictConfig | None, number: int, *parts: str) -> str | Non
 
 def _visible(config: DictConfig) -> DictConfig:
     """Return a copy without Hydra's node; missing values stay missing."""
-    own = vars(config)  # there is no other way to copy all nodes but one
+    own = vars(config)  # the only way to copy all nodes but one
     whole = own["_content"]
     own["_content"] = {key: node for key, node in whole.items() if key != "hydra"}
     try:
@@ -364,7 +364,7 @@ def to_yaml(values: DictConfig) -> str:
     return OmegaConf.to_yaml(values, resolve=True)
 
 
-# What a stored value that no schema accepts may raise: an int beyond f64 overflows.
+# Errors of a stored value that no schema accepts; an int beyond f64 overflows.
 _UNREADABLE = (OmegaConfBaseException, YAMLError, KeyError, TypeError, ValueError, OverflowError)
 
 
@@ -402,14 +402,14 @@ def _unreadable(path: Path, found: str) -> ConfigError:
 
 
 def study_in(path: Path) -> StudyConfig:
-    """Read a study from a file outside the config groups; it has the keys of ``conf/study``.
+    """Read a study from a file outside the config groups, with the keys of ``conf/study``.
 
     Raises:
-        ConfigError: the file cannot be read, or holds other keys or values.
+        ConfigError: the file cannot be read, or has invalid keys or values.
     """
     try:
         values = _mapping_in(path)
-        values.pop("defaults", None)  # of a file that also serves as an option
+        values.pop("defaults", None)  # present if the file also serves as an option
         node = copied(_structured(StudyConfig))
         node.merge_with(values)
         missing = sorted(OmegaConf.missing_keys(node))
@@ -441,11 +441,11 @@ def study_in(path: Path) -> StudyConfig:
 
 
 def unknown_key_in(file: str, error: ConfigKeyError) -> ConfigError:
-    """Return the error for a key of a file that its schema does not have.
+    """Return the error for a key in a file that is not in the schema.
 
     Args:
-        file: for the message.
-        error: OmegaConf's, of a dataclass.
+        file: the file, for the message.
+        error: the error of OmegaConf.
     """
     assert error.object_type is not None, "the schema that lacks the key"
     known = [one.name for one in dataclasses.fields(error.object_type)]
@@ -458,9 +458,9 @@ def unknown_key_in(file: str, error: ConfigKeyError) -> ConfigError:
 
 
 def _mapping_in(path: Path) -> DictConfig:
-    """Read a file once; OmegaConf gets only bytes that the bounded parser accepted as a mapping.
+    """Read a file once, and pass it to OmegaConf only if the bounded parser finds a mapping.
 
-    OmegaConf parses a file that contains a single string a second time, without bounds.
+    OmegaConf parses a file with a single string a second time, without bounds.
     """
     data = path.read_bytes()
     bounded = parse_yaml(data, str(path))
@@ -471,7 +471,7 @@ def _mapping_in(path: Path) -> DictConfig:
 
 
 def _move_keys(stored: DictConfig) -> None:
-    """Put values under the keys of today, in place, where an earlier release had them elsewhere."""
+    """Move values from keys of earlier releases to the current keys, in place."""
     task = stored.get("task")
     name = task.get("name") if isinstance(task, DictConfig) else None
     for old in MOVED.keys() & stored.keys():
@@ -479,12 +479,12 @@ def _move_keys(stored: DictConfig) -> None:
         if section not in stored:
             stored[section] = {}
         node = stored[section]
-        if isinstance(node, DictConfig) and key not in node:  # else it is refused as it stands
+        if isinstance(node, DictConfig) and key not in node:  # otherwise it is refused later
             node[key] = stored.pop(old)
 
 
 def _under_schemas(stored: DictConfig) -> DictConfig:
-    """Put stored values under the schemas that their groups' discriminators name."""
+    """Merge stored values into the schemas selected by the groups' discriminators."""
     admit_named()
     root = copied(_structured(RunConfig))
     assert isinstance(root, DictConfig)
@@ -526,12 +526,12 @@ def _under(schema: DictConfig, values: DictConfig) -> DictConfig:
 
 
 def _schema(group: str, node: DictConfig, *, name: str | None = None) -> DictConfig:
-    """Return the schema of stored values; a user's class gets a schema made from its keys."""
+    """Return the schema of stored values; the schema of a user's class is built from its keys."""
     values = _plain(node)
-    # Of these groups, only options of the user's name a class.
+    # In these groups, only user options name a class.
     is_ours = group in {"data", "logger", "schedule"} and "_target_" not in values
     is_own = group in CLASS_GROUPS and values.get("_target_") not in our_targets()
-    # A class of torch's may be named by an option of ours and by one of the user's.
+    # Both our options and user options may name a class of torch.
     is_own |= group == "optim" and values.get("name") not in SCHEMAS["optim"]
     if is_own and not is_ours and not is_added(group, values):
         return DictConfig(user_schema(group, values, name or group))
@@ -540,5 +540,5 @@ def _schema(group: str, node: DictConfig, *, name: str | None = None) -> DictCon
 
 @functools.cache
 def _structured(schema: type) -> DictConfig:
-    """Return the cached node of a schema, to be copied: creating one is the slowest step here."""
+    """Return the cached node of a schema, to be copied; creating one is the slowest step here."""
     return DictConfig(schema)

@@ -93,7 +93,7 @@ class RowFormat(Enum):
     unpaired = "unpaired"
 
 
-# The fields without which a row of a format has nothing to learn from.
+# The required fields of each row format.
 NEEDED_FIELDS: Final[dict[RowFormat, tuple[str, ...]]] = {
     RowFormat.pair: ("prompt", "response"),
     RowFormat.alpaca: ("prompt", "response"),
@@ -121,7 +121,7 @@ class OnBadRow(Enum):
 
 
 class Truncation(Enum):
-    """The side on which a document that is too long is truncated."""
+    """The side on which an overlong document is truncated."""
 
     right = "right"
     left = "left"
@@ -249,7 +249,7 @@ class DataConfig:
 
     @property
     def validates_apart(self) -> bool:
-        """Whether a class of the user's names the rows to validate on."""
+        """Whether a user's class provides separate validation rows."""
         return False
 
 
@@ -348,7 +348,7 @@ class ColumnsConfig:
 
     @property
     def given(self) -> dict[str, str]:
-        """The columns that are named, by field; a further field's key begins with `fields.`."""
+        """The configured columns by field; keys of additional fields begin with `fields.`."""
         fields = [one.name for one in dataclasses.fields(self) if one.name != "fields"]
         own = {name: column for name in fields if (column := getattr(self, name)) is not None}
         return own | {f"fields.{name}": column for name, column in self.fields.items()}

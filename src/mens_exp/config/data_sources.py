@@ -1,9 +1,9 @@
-"""The data sources: ours, and classes of your own that give rows.
+"""The data sources: built-in ones, and user classes that return rows.
 
-A class of your own is named by `data._target_`, in an option of ``./conf/data``, or comes with an
+A user class is named by `data._target_` in an option of ``./conf/data``, or provided by an
 installed package under the entry point group ``mens_exp.sources`` (:mod:`mens_exp.config.plugins`).
-Either way it is made with the option's own settings as keyword arguments, and asked for its rows.
-Nothing here imports it before a command asks for it.
+It is instantiated with the option's settings as keyword arguments, and imported only when a command
+needs it.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from mens_exp.errors import ConfigError, MensError
 
 @runtime_checkable
 class RowSource(Protocol):
-    """A class whose objects give rows.
+    """Protocol of a class that returns rows.
 
-    A class that also has a method ``validation_rows``, of the same form, names the rows to validate
-    on; then no row of ``rows`` validates. Both give the same rows each time they are called.
+    If the class also has a method ``validation_rows`` of the same form, only those rows are used
+    for validation. Both methods must return the same rows on every call.
     """
 
     def rows(self) -> Iterable[Mapping[str, Any]]:
-        """Return the rows in order, each with the keys of a row in a JSONL file."""
+        """Return the rows in order, with the keys of rows in a JSONL file."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,7 +47,7 @@ class GivenData(WrittenData):
 
     @property
     def own_settings(self) -> dict[str, Any]:
-        """The arguments of the class."""
+        """The keyword arguments of the class."""
         common = {field.name for field in dataclasses.fields(OwnData)}
         names = [field.name for field in dataclasses.fields(self) if field.name not in common]
         return {name: getattr(self, name) for name in names}
@@ -67,7 +67,7 @@ class GivenData(WrittenData):
         """
         spec = SOURCES.named(self.source)
         assert spec.rows is not None, "SourceSpec requires it with such a schema"
-        protocol: Any = RowSource  # abstract, which mypy accepts for no type[...]
+        protocol: Any = RowSource  # mypy rejects abstract classes as type[...]
         found: type[RowSource] = named_class(
             spec.rows, protocol, of=f"the data source {self.source}"
         )
@@ -75,7 +75,7 @@ class GivenData(WrittenData):
 
     @property
     def validates_apart(self) -> bool:
-        """Whether the class names its rows to validate on; false if it cannot be imported."""
+        """Whether the class provides validation rows; false if it cannot be imported."""
         try:
             return hasattr(self.row_class(), "validation_rows")
         except MensError:  # reported by preflight
@@ -116,8 +116,8 @@ class SourceSpec:
 
     Attributes:
         name: value of `data.source`, and the name in records.
-        schema: its settings; those of a package's source extend :class:`GivenData`.
-        rows: ``module:name`` of its :class:`RowSource`; None where we read the rows.
+        schema: its settings; a package's source extends :class:`GivenData`.
+        rows: ``module:name`` of its :class:`RowSource`; None for built-in readers.
     """
 
     name: str
@@ -125,7 +125,7 @@ class SourceSpec:
     rows: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuse settings of another name, and a class without settings for it or the reverse."""
+        """Refuse a schema with another name, and a class without its schema or vice versa."""
         named = {field.name: field.default for field in dataclasses.fields(self.schema)}["source"]
         if named != self.name:
             raise TypeError(f"data source {self.name}: source is {named!r} in its schema")

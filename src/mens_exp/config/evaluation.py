@@ -1,4 +1,4 @@
-"""Settings of generation and sandbox: how answers to a suite's items are made and executed."""
+"""Settings for generating answers to a suite's items, and for the sandbox that executes them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class EngineKind(Enum):
 
 
 def asks_a_server(config: Any) -> bool:
-    """Return whether a server answers, or models that the suite brings."""
+    """Return whether a server, or the suite's own models, generate the answers."""
     return config.eval.engine is EngineKind.openai or config.suite.spec.brings_models
 
 
@@ -49,7 +49,7 @@ _SERVER_ANSWERS = Condition(
 
 
 def _left_open(name: str) -> Condition:
-    """Return the condition that the suite leaves a setting of `eval` open."""
+    """Return the condition that the suite does not fix a setting of `eval`."""
     others = [spec.name for spec in SUITES.built_in.values() if name in spec.settles]
     return Condition(
         holds=lambda config: name not in config.suite.spec.settles,

@@ -166,12 +166,12 @@ class Declaration:
             addition to those of the enclosing section.
         label: its name in reports; None is its key, with spaces.
         aliases: its names in other fine-tuners, and the tools that use them, for messages.
-        example: a value as it is typed, for the reference; empty where one follows from the type.
+        example: a value as typed, for the reference; empty if one follows from the type.
         read_by: tasks that read it, in addition to those that read the enclosing section.
         only_if: conditions without which it has no effect, in addition to the section's.
         even_if: conditions of the enclosing section that do not apply to it.
-        idle: the value that it must have where `only_if` is not met, however it was set. A setting
-            without one, and a section, must then not be set on the command line.
+        idle: the required value if `only_if` is not met, however it was set. A setting without
+            one, and a section, must then not be set on the command line.
     """
 
     doc: str = ""

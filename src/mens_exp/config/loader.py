@@ -133,7 +133,7 @@ DISCRIMINATORS = {
     "policy": "name",
 }
 
-# Groups to which installed packages and ./conf add schemas; each spec has its own.
+# Groups to which installed packages and ./conf add schemas, one per spec.
 REGISTRIES: dict[str, Registry[Any]] = {
     "data": data_sources.SOURCES,
     "lora": lora.ADAPTERS,
@@ -233,7 +233,7 @@ _SCHEME = "mens-specs"
 
 
 class SpecSource(ConfigSource):
-    """Config source of the schemas that specs bring; a spec is imported when its schema is read."""
+    """Config source of the specs' schemas; a spec is imported when its schema is read."""
 
     @staticmethod
     def scheme() -> str:
@@ -241,7 +241,7 @@ class SpecSource(ConfigSource):
         return _SCHEME
 
     def available(self) -> bool:
-        """Return true: there is always a registry to ask."""
+        """Return true: the registries always exist."""
         return True
 
     def load_config(self, config_path: str) -> ConfigResult:
@@ -257,7 +257,7 @@ class SpecSource(ConfigSource):
         return _schema_at(config_path) is not None
 
     def is_group(self, config_path: str) -> bool:
-        """Return whether these are the schemas of a group that has some."""
+        """Return whether the path is that of a group with added schemas."""
         group = config_path.removeprefix("schema/")
         return group in REGISTRIES and bool(REGISTRIES[group].added_names())
 
@@ -281,7 +281,7 @@ class SpecSearchPath(SearchPathPlugin):
     """Search-path plugin that adds the schemas of packages and of ``./conf``."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Add them, if there are any."""
+        """Add the schemas, if there are any."""
         if any(registry.added_names() for registry in REGISTRIES.values()):
             search_path.append("specs", f"{_SCHEME}://")
 
@@ -292,18 +292,17 @@ _map_of_choices = hydra_defaults._create_interpolation_map  # noqa: SLF001  # as
 def _map_where_interpolated(
     overrides: Any, defaults_list: list[InputDefault], self_added: bool
 ) -> DictConfig:
-    """Build Hydra's map of choices for a defaults list that names one; Hydra does for each file."""
+    """Build Hydra's map of choices only if a defaults list uses it; Hydra does for every file."""
     if any(one.is_interpolation() for one in defaults_list):
         return _map_of_choices(overrides, defaults_list, self_added)
     return OmegaConf.create()
 
 
 def admit_named() -> None:
-    """Let settings take the names of the specs that ``./conf`` adds.
+    """Add the names of added specs to the enumerations of the settings.
 
-    An enumeration has its members from the start, and ``./conf`` changes with the working
-    directory. A member that is added stays in this process, and the registry refuses its name where
-    no file adds it.
+    An enumeration is fixed at import, but ``./conf`` depends on the working directory. An added
+    member stays for the life of the process; the registry refuses it if no file adds the name.
     """
     registries: list[tuple[Any, Registry[Any]]] = [
         (quant.QuantType, quant.QUANTIZERS),
@@ -331,7 +330,7 @@ def register() -> None:
     for group, schemas in SCHEMAS.items():
         for name, schema in schemas.items():
             store.store(group=f"schema/{group}", name=name, node=_open(schema))
-    # Installed plugins register theirs when Hydra first searches for plugins; ours must come after.
+    # Installed plugins register schemas at Hydra's first plugin search; ours must come later.
     plugins = Plugins.instance()
     plugins.register(SpecSource)
     plugins.register(SpecSearchPath)
@@ -365,12 +364,12 @@ def is_open(node: Any) -> bool:
     """Return whether a node is a mapping with user-chosen keys, such as lora.rank_pattern."""
     if not isinstance(node, DictConfig):
         return False
-    annotated = node._metadata  # noqa: SLF001  # omegaconf has no other place for it
+    annotated = node._metadata  # noqa: SLF001  # OmegaConf offers no public access
     return annotated.key_type is str and not dataclasses.is_dataclass(annotated.element_type)
 
 
 def absent_specs(stored: DictConfig, where: str) -> Iterator[ConfigError]:
-    """Yield the errors of a stored configuration whose specs nothing here has.
+    """Yield an error for each spec of a stored configuration that does not exist here.
 
     Args:
         stored: the values of the file.
@@ -384,7 +383,7 @@ def absent_specs(stored: DictConfig, where: str) -> Iterator[ConfigError]:
 
 
 def is_added(group: str, values: dict[str, Any]) -> bool:
-    """Return whether stored ``values`` of ``group`` are of an added spec."""
+    """Return whether stored ``values`` of ``group`` belong to an added spec."""
     if group not in REGISTRIES or group not in DISCRIMINATORS:
         return False
     return values.get(DISCRIMINATORS[group]) in REGISTRIES[group].added_names()
@@ -400,8 +399,8 @@ def schema_of(group: str, values: dict[str, Any], *, name: str | None = None) ->
 
     Raises:
         KeyError: no known schema matches the values.
-        SetupError: an installed package claims the name, and what it offers cannot be used.
-        ConfigError: the same of a file of ``./conf``.
+        SetupError: an installed package provides the name, but its spec is unusable.
+        ConfigError: a file of ``./conf`` provides the name, but its spec is unusable.
     """
     schemas = SCHEMAS[group]
     if group == "callbacks":
@@ -417,24 +416,24 @@ def schema_of(group: str, values: dict[str, Any], *, name: str | None = None) ->
 
 
 def _schema_in(spec: Any) -> type:
-    """Return the settings of a spec; an adapter method without its own has the group's."""
+    """Return the schema of a spec; an adapter method without one uses the group's."""
     found: type = spec.schema or lora.LoraConfig
     return found
 
 
 @functools.lru_cache(maxsize=1024)
 def shared_override(text: str) -> Override:
-    """Parse an override, which takes Hydra a millisecond; the result is shared: do not change it.
+    """Parse an override with a cache (parsing takes a millisecond); do not modify the result.
 
     Raises:
-        hydra.errors.HydraException: it is no override.
+        hydra.errors.HydraException: the text is not a valid override.
     """
     override: Override = OverridesParser.create().parse_overrides([text])[0]
     return override
 
 
 _MERGED = "merged"
-_MOST = 32  # cached choices of options, a few hundred kilobytes each
+_MOST = 32  # cached option choices, a few hundred kilobytes each
 # Settings of Hydra's own node that no other part of the node depends on.
 _LEAVES = ("hydra.run.", "hydra.sweep.", "hydra.launcher.", "hydra.sweeper.")
 
@@ -463,7 +462,7 @@ def _pickled(config: Container) -> bytes:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickler that also handles the schemas of a user's own options, which belong to no module."""
+    """Pickler that also handles the schemas of user options, which belong to no module."""
 
     def reducer_override(self, value: Any) -> Any:
         """Return a process-local reference for such a class; pickle everything else as usual."""
@@ -474,7 +473,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _is_importable(value: type) -> bool:
-    # make_dataclass names the module that calls it since Python 3.12, and `types` before.
+    # make_dataclass sets the calling module since Python 3.12, and `types` before.
     return getattr(sys.modules.get(value.__module__), value.__name__, None) is value
 
 
@@ -487,7 +486,7 @@ def _own_class(number: int) -> type:
 
 def _remembered() -> _Memory:
     """Return the cache, replaced by an empty one if ``./conf`` has changed."""
-    global _memory  # noqa: PLW0603  # one for the process: Hydra makes a loader for each command
+    global _memory  # noqa: PLW0603  # per process: Hydra makes a loader for each command
     fingerprint = user_fingerprint()
     if _memory.fingerprint != fingerprint:
         _memory = _Memory(fingerprint)
@@ -505,7 +504,7 @@ class CachingLoader(ConfigLoaderImpl):
         from_shell: bool = True,  # Hydra's signature
         validate_sweep_overrides: bool = True,
     ) -> DictConfig:
-        """Return the composed configuration; a choice of options seen before is only copied."""
+        """Return the composed configuration; a cached choice of options is copied."""
         parsed = [shared_override(text) for text in overrides]
         choices = [one for one in parsed if self._is_choice(one)]
         values = [one for one in parsed if not self._is_choice(one)]
@@ -546,7 +545,7 @@ class CachingLoader(ConfigLoaderImpl):
         own = _Copies(repo, {})
         try:
             merged = self._merged(defaults, own)
-        except OmegaConfBaseException:  # merged one by one, the message names the file
+        except OmegaConfBaseException:  # merging one by one gives a message with the file
             return super()._compose_config_from_defaults_list(defaults, own)
         made = ConfigResult(_MERGED, _MERGED, merged, {"package": None}, is_schema_source=True)
         alone: Any = SimpleNamespace(load_config=lambda **_: made)
@@ -562,7 +561,7 @@ class CachingLoader(ConfigLoaderImpl):
 
 
 def _is_plain(override: Override) -> bool:
-    """Return whether an override sets a single value on which nothing else depends."""
+    """Return whether an override sets a single value that nothing else depends on."""
     key = override.key_or_group
     is_change = not (override.is_add() or override.is_force_add() or override.is_delete())
     theirs = override.is_hydra_override() and "/" not in key

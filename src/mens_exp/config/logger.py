@@ -126,10 +126,10 @@ _LOGGER = "logger"
 
 
 def apart(defaults: list[ResultDefault]) -> list[ResultDefault]:
-    """Give each of several loggers a package: `logger.<option>` in place of `logger`.
+    """Move each of several loggers to its own package, `logger.<option>` instead of `logger`.
 
-    A run has several of them, unlike options of other groups, and one of them alone keeps its keys
-    directly under `logger`. An option that only lists others stays there too.
+    Unlike other groups, a run may have several loggers. A single logger keeps its keys directly
+    under `logger`, and so does an option that only lists others.
     """
     parents = {str(one.config_path): str(one.parent) for one in defaults if _is_logger(one)}
     typed = {str(one.parent) for one in defaults if one.package == _LOGGER} & parents.keys()
@@ -152,12 +152,12 @@ def _is_logger(one: ResultDefault) -> bool:
 
 
 def _above(option: str, parents: Mapping[str, str]) -> Iterator[str]:
-    """Yield the options that an option is listed in, from the inside outwards."""
+    """Yield the options that list an option, innermost first."""
     while (option := parents[option]) in parents:
         yield option
 
 
 def _of_logger(one: ResultDefault, parents: Mapping[str, str]) -> str:
-    """Return the option that an entry is, or is the schema of."""
+    """Return the logger option of an entry, which is the option or its schema."""
     is_option = str(one.config_path) in parents
     return str(one.config_path if is_option else one.parent) if one.package == _LOGGER else ""

@@ -1,7 +1,7 @@
-"""Settings of `lora`; and the adapter methods and initializations: what others ask of each.
+"""Settings of `lora`, and the specs of adapter methods and initializations.
 
-Nothing here imports torch. The object that places layers on a model, starts, saves and merges them
-is named by :attr:`AdapterSpec.method`; it extends :class:`mens_exp.lora.method.AdapterMethod`.
+Nothing here imports torch. :attr:`AdapterSpec.method` names the object that adds layers to a model
+and initializes, saves and merges them; it extends :class:`mens_exp.lora.method.AdapterMethod`.
 
 An installed package adds a method under the entry point group ``mens_exp.adapter_methods``
 (:mod:`mens_exp.config.plugins`). Its name is the value of `lora.variant`.
@@ -34,25 +34,25 @@ _LINEAR_ALONE = "the adapter method is for linear layers of decoder layers alone
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterSpec:
-    """One way to adapt a layer; the defaults are those of a method of your own.
+    """The spec of an adapter method; the defaults suit a user's method.
 
     Attributes:
         name: value of `lora.variant`, and the name in records.
         method: ``module:name`` of the :class:`mens_exp.lora.method.AdapterMethod`.
-        form: the tensors of each layer, as records have them.
-        settings: the settings of the `lora` group that it reads, besides its targets.
-        schema: the group's settings, if it has some of its own; None is `LoraConfig`.
-        inits: the values of `lora.init` that it can start from.
-        backends: the backends that can have it.
+        form: the tensors of each layer, for records.
+        settings: the settings of the `lora` group that it reads, except its targets.
+        schema: the schema of the group; None means `LoraConfig`.
+        inits: supported values of `lora.init`.
+        backends: supported backends.
         peft: keys of PEFT's LoRA configuration that select it; None if no PEFT
-            directory is written of it.
+            directory is written.
         keeps_inputs: whether the backward pass keeps the input of an adapted layer.
         not_on_head: why it cannot adapt the head; None if it can.
         not_on_experts: why it cannot adapt the experts of a layer; None if it can.
         not_merged: why it cannot be merged into weights; None if it can.
         not_on_biased: why it cannot adapt a layer with a bias; None if it can.
-        allocates: whether training takes ranks away, the same number of all layers together.
-        not_sharded: why processes cannot each hold a part of the layers; None if they can.
+        allocates: whether training prunes ranks to a budget shared by all layers.
+        not_sharded: why layers cannot be sharded across processes; None if they can.
     """
 
     name: str
@@ -72,7 +72,7 @@ class AdapterSpec:
     not_sharded: str | None = None
 
     def fits(self, settings: LoraConfig) -> bool:
-        """Return whether the group has the settings that it reads."""
+        """Return whether the group has the settings that the method reads."""
         return self.schema is None or isinstance(settings, self.schema)
 
     def rank(self, settings: LoraConfig) -> int:
@@ -84,7 +84,7 @@ class AdapterSpec:
         return settings.alpha if "alpha" in self.settings else 1
 
     def kept_per_token(self, *, r: int, out: int, width: int) -> int:
-        """Return the elements that the backward pass keeps of a layer, besides its input.
+        """Return the elements per token that a layer saves for backward, except its input.
 
         Args:
             r: rank of the layer.
@@ -95,7 +95,7 @@ class AdapterSpec:
         return out
 
     def formed(self, *, r: int, out: int, width: int) -> int:
-        """Return the elements of a matrix that each forward pass makes and keeps; see above."""
+        """Return the elements of a matrix that each forward pass builds and saves for backward."""
         del r, out, width
         return 0
 
@@ -106,7 +106,7 @@ class AdapterSpec:
 
     @property
     def option(self) -> str:
-        """The option of `lora` that has its settings."""
+        """The option of `lora` with its settings."""
         return self.name
 
     @property
@@ -129,7 +129,7 @@ class AdapterSpec:
         return self.form.shapes(r=r, width=width, out=out)
 
     def problems(self, config: Any, modules: Sequence[Any]) -> Iterable[Any]:
-        """Return what else the method cannot do, as errors.
+        """Return errors for other unsupported configurations.
 
         Args:
             config: the whole configuration.
@@ -141,7 +141,7 @@ class AdapterSpec:
     def projections(
         self, settings: LoraConfig, sizes: Collection[tuple[int, int]]
     ) -> dict[str, Any]:
-        """Describe what all layers share, such as random matrices; empty if they share nothing.
+        """Describe tensors shared by all layers, such as random matrices; empty if there are none.
 
         Args:
             settings: the `lora` group.
@@ -155,7 +155,7 @@ class AdapterSpec:
 
         Args:
             projections: their description.
-            width: bytes of an element in the compute format.
+            width: bytes per element in the compute format.
         """
         del width
         return projections["r"] * (projections["out"] + projections["width"]) * 4
@@ -192,24 +192,24 @@ class _Lora(AdapterSpec):
 
 
 class _Plain(_Lora):
-    """Plain LoRA, which is not named in descriptions."""
+    """Plain LoRA, which descriptions omit."""
 
     def described(self, settings: LoraConfig) -> list[str]:
-        """Leave the name out."""
+        """Describe the adapter without its name."""
         return super().described(settings)[1:]
 
 
 class _Dora(_Lora):
-    """DoRA, whose ratio of lengths scales an output."""
+    """DoRA, which scales an output by a ratio of norms."""
 
     def kept_per_token(self, *, r: int, out: int, width: int) -> int:
-        """Return the sizes of A's output and of the one that is scaled."""
+        """Return the sizes of A's output and of the scaled output."""
         del width
         return r + out
 
 
 class _WholeUpdate(AdapterSpec):
-    """A method whose forward pass makes the update of a whole weight."""
+    """A method whose forward pass builds the update of a full weight."""
 
     def formed(self, *, r: int, out: int, width: int) -> int:
         """Return the size of the weight."""
@@ -221,12 +221,12 @@ class _Lokr(_WholeUpdate):
     """LoKr, one of whose matrices is itself a product of low rank."""
 
     def largest_rank(self, *, out: int, width: int) -> int:
-        """Return the largest rank at which PEFT has that product, and not a whole matrix."""
+        """Return the largest rank at which PEFT uses that product instead of a full matrix."""
         return (max(factors(out)[1], factors(width)[1]) - 1) // 2
 
 
 class _Adalora(AdapterSpec):
-    """AdaLoRA, whose matrices are LoRA's with a factor between them."""
+    """AdaLoRA, which has a diagonal factor between A and B."""
 
     def kept_per_token(self, *, r: int, out: int, width: int) -> int:
         """Return the size of A's output."""
@@ -235,12 +235,12 @@ class _Adalora(AdapterSpec):
 
 
 class _Vera(AdapterSpec):
-    """VeRA, whose frozen projections are as large as its largest layer."""
+    """VeRA, whose frozen projections have the size of the largest layer."""
 
     def projections(
         self, settings: LoraConfig, sizes: Collection[tuple[int, int]]
     ) -> dict[str, int]:
-        """Return their seed, and sizes that are enough for every layer."""
+        """Return their seed, and sizes sufficient for every layer."""
         return {
             "seed": PROJECTION_SEED,
             "r": settings.r,
@@ -249,16 +249,16 @@ class _Vera(AdapterSpec):
         }
 
     def kept_per_token(self, *, r: int, out: int, width: int) -> int:
-        """Return the sizes of both projections' outputs, which trained factors multiply."""
+        """Return the sizes of both projections' outputs, which are inputs of trained factors."""
         del width
         return r + out
 
 
 class _RandLora(_Vera):
-    """RandLoRA, which makes one factor of each update of the random bases and keeps it."""
+    """RandLoRA, which builds one factor of each update from the random bases."""
 
     def kept_per_token(self, *, r: int, out: int, width: int) -> int:
-        """Return the size of the fixed factor's output, if the fixed factor comes first."""
+        """Return the output size of the frozen factor, if it comes first."""
         return -(-out // r) * r if out < width else 0
 
     def formed(self, *, r: int, out: int, width: int) -> int:
@@ -273,14 +273,11 @@ class _RandLora(_Vera):
 
 
 class _AnyPeft(_WholeUpdate):
-    """A type of PEFT by its own configuration, which PEFT alone understands.
-
-    What is asked of it imports PEFT.
-    """
+    """Any PEFT type, with PEFT's own configuration; its methods import PEFT."""
 
     @property
     def option(self) -> str:
-        """The option that has PEFT's configuration."""
+        """The option with PEFT's configuration."""
         return "peft"
 
     def fits(self, settings: LoraConfig) -> bool:
@@ -289,13 +286,13 @@ class _AnyPeft(_WholeUpdate):
 
     @property
     def has_peft_view(self) -> bool:
-        """PEFT reads its own configuration."""
+        """True: PEFT reads its own configuration."""
         return True
 
     def shapes(
         self, settings: LoraConfig, *, r: int, width: int, out: int
     ) -> dict[str, tuple[int, ...]]:
-        """Ask PEFT."""
+        """Return the shapes of the layer that PEFT builds."""
         del r
         assert isinstance(settings, PassthroughConfig)
         found: dict[str, tuple[int, ...]] = self._asked().shapes(
@@ -304,14 +301,14 @@ class _AnyPeft(_WholeUpdate):
         return found
 
     def problems(self, config: Any, modules: Sequence[Any]) -> Iterable[Any]:
-        """Try the configuration on a layer."""
+        """Try the configuration with PEFT."""
         found: Iterable[Any] = self._asked().problems(config, modules)
         return found
 
     def projections(
         self, settings: LoraConfig, sizes: Collection[tuple[int, int]]
     ) -> dict[str, Any]:
-        """Return the configuration."""
+        """Return PEFT's configuration."""
         del sizes
         assert isinstance(settings, PassthroughConfig)
         return dict(settings.config)
@@ -322,7 +319,7 @@ class _AnyPeft(_WholeUpdate):
         return 0
 
     def described(self, settings: LoraConfig) -> list[str]:
-        """Name the type and the fields that are set."""
+        """Name the type and the configured fields."""
         assert isinstance(settings, PassthroughConfig)
         fields = dict(settings.config)
         name = str(fields.pop("peft_type", self.name))
@@ -415,7 +412,7 @@ ADAPTERS = Registry(
     options="lora",
 )
 
-# Keys of PEFT's LoRA configuration that select one of ours.
+# Keys of PEFT's LoRA configuration that select one of our methods.
 PEFT_FLAGS = tuple(
     sorted({flag for spec in ADAPTERS.built_in.values() for flag in spec.peft or {}})
 )
@@ -423,15 +420,15 @@ PEFT_FLAGS = tuple(
 
 @dataclass(frozen=True, kw_only=True)
 class InitSpec:
-    """One way to start an adapter.
+    """The spec of an adapter initialization.
 
     Attributes:
         name: value of `lora.init`, and the name in records.
-        start: ``module:name`` of the :class:`mens_exp.lora.method.Initialization` that makes
-            initial values of a weight; None draws A and sets B to zero.
+        start: ``module:name`` of the :class:`mens_exp.lora.method.Initialization` that computes
+            the initial values; None draws A at random and sets B to zero.
         settings: the settings of the `lora` group that it reads.
-        from_inputs: whether A then takes directions of the inputs of its layer.
-        from_gradients: whether A and B then take directions of the gradient of the weight.
+        from_inputs: whether A is set to directions of its layer's inputs.
+        from_gradients: whether A and B are set to directions of the weight's gradient.
     """
 
     name: str
@@ -442,26 +439,26 @@ class InitSpec:
 
     @property
     def from_rows(self) -> bool:
-        """Whether the run's rows pass through the base to make it."""
+        """Whether it needs passes of the run's rows through the base model."""
         return self.from_inputs or self.from_gradients
 
     @property
     def is_drawn(self) -> bool:
-        """Whether it depends on the seed and the shapes alone."""
+        """Whether it depends only on the seed and the shapes."""
         return self.start is None and not self.from_rows
 
     @property
     def exchanges_weights(self) -> bool:
-        """Whether B does not begin with zero, as a part of weights in four bits."""
+        """Whether B is not initially zero, so the adapter holds a part of the base weights."""
         return self.from_weights or self.from_gradients
 
     @property
     def from_weights(self) -> bool:
-        """Whether it starts from the base's weights and what quantization misses of them."""
+        """Whether it starts from the base weights and their quantization error."""
         return self.start is not None
 
     def changes_base(self, settings: LoraConfig) -> bool:
-        """Return whether the base then holds the residual that is left of its weights."""
+        """Return whether the base weights are replaced by the residual of the initialization."""
         del settings
         return self.exchanges_weights
 
@@ -471,10 +468,10 @@ class InitSpec:
 
 
 class _OfError(InitSpec):
-    """The quantization error's best approximation, over several rounds."""
+    """The best low-rank approximation of the quantization error, over several rounds."""
 
     def changes_base(self, settings: LoraConfig) -> bool:
-        """Return whether there is more than one round: in the first, the base stays plain."""
+        """Return whether there is more than one round; the first leaves the base unchanged."""
         return settings.loftq_iters > 1
 
 
@@ -493,7 +490,7 @@ INITS = {
 
 
 class LoraVariant(Enum):
-    """Name of an adapter method; :mod:`mens_exp.config.lora` knows what each of them does."""
+    """Name of an adapter method; its :class:`AdapterSpec` describes it."""
 
     lora = "lora"
     rslora = "rslora"
@@ -529,7 +526,7 @@ class LoraInit(Enum):
 
 
 def _read(name: str) -> Condition:
-    """Return the condition that the adapter method reads a setting."""
+    """Return the condition that the selected adapter method reads a setting."""
     return Condition(
         holds=lambda config: name in config.lora.spec.settings,
         words=lambda config: f"with lora.variant={config.lora.spec.name}, which does not read it",
@@ -653,7 +650,7 @@ class LoraConfig:
         "(arXiv:2310.08659).",
     )
     loftq_iters: int = setting(
-        1,  # with one, the base stays plainly quantized, and the adapter fits it exactly
+        1,  # with one round, the quantized base is unchanged, and the adapter matches it exactly
         "Rounds of quantization and decomposition in loftq; from the second round, the base "
         "changes too.",
         ge=1,
@@ -674,7 +671,7 @@ class LoraConfig:
 
     @property
     def start_changes_base(self) -> bool:
-        """Whether the base holds the residual that initialization left of its weights."""
+        """Whether the base weights are replaced by the residual of the initialization."""
         return self.init.spec.changes_base(self)
 
 
@@ -693,5 +690,5 @@ class PassthroughConfig(LoraConfig):
 
 
 def plain_lora(targets: list[str]) -> LoraConfig:
-    """Return the group for a fresh adapter that adds nothing."""
+    """Return the group for a plain LoRA adapter, whose initial update is zero."""
     return LoraConfig(name="plain", targets=targets, dropout=0.0)

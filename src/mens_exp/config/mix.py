@@ -1,4 +1,4 @@
-"""Sources of ``data=mix``: each list entry is converted to the `data` group it stands for."""
+"""Sources of ``data=mix``: each list entry is converted to a `data` group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _OWN: Final = ("name", "weight", "source")
-# Validation rows belong to the whole mix, which sets how every source is read.
+# Validation and reading options are set for the whole mix.
 _OF_THE_MIX: Final = {"val_path", "val_split"} | {
     field.name for schema in (DataConfig, WrittenData) for field in dataclasses.fields(schema)
 } - {"filter"}
@@ -85,7 +85,7 @@ def sources_of(config: MixData) -> list[MixSource]:
 
 
 def in_source(problem: MensError, number: int) -> MensError:
-    """Rephrase a problem of one source's settings so that it refers to their place in the mix.
+    """Rewrite the paths in a problem of one source to its entry in the mix.
 
     Args:
         problem: as raised for the source alone; a problem outside ``data.…`` is unchanged.
@@ -104,7 +104,7 @@ def in_source(problem: MensError, number: int) -> MensError:
 
 
 def _problems(entry: Any, where: str) -> Iterator[ConfigError]:
-    """Yield what is wrong with the keys and the weight of an entry."""
+    """Yield the problems of an entry's keys and weight."""
     if not isinstance(entry, dict):
         yield ConfigError("is not a source", where=where, found=entry, expected=f"as in {_EXAMPLE}")
         return

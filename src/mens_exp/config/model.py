@@ -36,7 +36,7 @@ WITH_WINDOWS = (
 
 
 class Kernels(Enum):
-    """Library of the kernels of a step."""
+    """Library that provides the kernels of a step."""
 
     auto = "auto"
     liger = "liger"
@@ -191,11 +191,11 @@ class HfModel(ModelConfig):
 
 
 def teacher_of(objective: Any, model: ModelConfig) -> ModelConfig | None:
-    """Return the model that an objective learns the distributions of; None if it has none.
+    """Return the teacher model of an objective; None if it has none.
 
     Args:
         objective: the `objective` group.
-        model: the `model` group, which is its own teacher unless the objective names another.
+        model: the `model` group, used as the teacher unless the objective names another.
     """
     if not objective.spec.needs_teacher:
         return None
@@ -204,8 +204,8 @@ def teacher_of(objective: Any, model: ModelConfig) -> ModelConfig | None:
     return HfModel(id=objective.teacher, revision=objective.teacher_revision)
 
 
-# Below this size, the activations of a usual micro-batch fit any GPU that computes in bf16, and
-# recomputing them costs a third of a step (measured on CPU: experiments/LOG.md; on a GPU a guess).
+# Below this size, the activations of a typical micro-batch fit any GPU with bf16, and recomputing
+# them costs a third of a step (measured on CPU: experiments/LOG.md; on a GPU a guess).
 _BILLION = 1_000_000_000
 
 

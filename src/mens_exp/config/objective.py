@@ -1,9 +1,9 @@
-"""Settings of `objective`, and the objectives that there are.
+"""Settings of `objective`, and the available objectives.
 
-Nothing here imports torch. The loss is of the class that `_target_` names;
-:mod:`mens_exp.objective.causal` has what such a class is given.
-:class:`mens_exp.config.objective_spec.ObjectiveSpec` is what is asked of an objective; its
-``documents`` names the object that makes documents of rows (:mod:`mens_exp.rows.documents`).
+Nothing here imports torch. `_target_` names the loss class, whose arguments are described in
+:mod:`mens_exp.objective.causal`. An :class:`mens_exp.config.objective_spec.ObjectiveSpec` describes
+an objective; its ``documents`` names the object that builds documents from rows
+(:mod:`mens_exp.rows.documents`).
 
 An installed package adds an objective under the entry point group ``mens_exp.objectives``
 (:mod:`mens_exp.config.plugins`). Its name is the value of `objective.name`.
@@ -69,13 +69,13 @@ class ObjectiveConfig:
 
     @classmethod
     def own(cls) -> set[str]:
-        """Return the names of the settings that not every objective has."""
+        """Return the names of the settings that are not common to all objectives."""
         common = {field.name for field in dataclasses.fields(ObjectiveConfig)}
         return {field.name for field in dataclasses.fields(cls)} - common
 
     @property
     def spec(self) -> ObjectiveSpec:
-        """The objective; that of a user's own class is over the tokens that `labels` names."""
+        """The spec of the objective; a user's class has that of the tokens named by `labels`."""
         found = OBJECTIVES.known(self.name)
         if found is not None and isinstance(self, found.schema):
             return found
@@ -439,7 +439,7 @@ class KtoObjective(CrossEntropyConfig):
 
 
 class GroupLoss(Enum):
-    """The mean that is taken over the losses of a step's tokens, by TRL's names."""
+    """The reduction of a step's token losses, by TRL's names."""
 
     grpo = "grpo"
     dr_grpo = "dr_grpo"
@@ -448,7 +448,7 @@ class GroupLoss(Enum):
 
 
 class RewardScale(Enum):
-    """The divisor of an answer's reward less the mean of its group."""
+    """The divisor of an answer's advantage, its reward minus the group mean."""
 
     group = "group"
     batch = "batch"

@@ -1,4 +1,4 @@
-"""The specification of an objective: what planning, encoding and records ask of it.
+"""The specification of an objective, as used by planning, encoding and records.
 
 Nothing here imports torch. :mod:`mens_exp.config.objective` has the settings and the objectives.
 """
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from mens_exp.artifacts.metrics import Direction
 
 _MASKED = 0.5  # share of tokens that are answers, as in the main job
-LOGIT_BYTES = 10  # measured: 8 bytes a logit of a chunk, and 2 that a smaller chunk's peak hides
-# By whether it is on a GPU: bytes of a chunk's logits, and positions beyond which nothing is
-# gained. measured on CPU (SmolLM2, 49,152 tokens): 256 positions 1.04 times as fast as 64, 512 no
-# faster. On a GPU an unverified guess.
+LOGIT_BYTES = 10  # measured: 8 bytes per logit of a chunk, and 2 that smaller chunks do not show
+# For GPU and CPU: bytes of a chunk's logits, and the positions beyond which there is no gain.
+# measured on CPU (SmolLM2, 49,152 tokens): 256 positions 1.04 times as fast as 64, 512 no faster.
+# For GPU an unverified guess.
 _CHUNK_BYTES, _MOST_POSITIONS = {False: 128 << 20, True: 1536 << 20}, {False: 512, True: 4096}
 _FEWEST_POSITIONS = 16
 PRECOMPUTED = "precompute_ref_log_probs"  # of `objective`
@@ -29,13 +29,13 @@ SHARED = "share_prompt"  # of `objective`
 
 
 def positions_at_once(vocab_size: int, *, on_gpu: bool) -> int:
-    """Return the positions whose logits exist at one time, a power of two.
+    """Return the number of positions whose logits are in memory at once, a power of two.
 
-    They do not depend on the memory of a machine, so that a run that goes on elsewhere computes the
-    same.
+    It does not depend on the machine's memory, so that a run resumed on another machine computes
+    the same.
 
     Args:
-        vocab_size: logits of a position.
+        vocab_size: logits per position.
         on_gpu: whether the run computes on a GPU.
     """
     most = min(_CHUNK_BYTES[on_gpu] // (vocab_size * LOGIT_BYTES), _MOST_POSITIONS[on_gpu])
@@ -44,30 +44,30 @@ def positions_at_once(vocab_size: int, *, on_gpu: bool) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveSpec:
-    """One objective; the defaults are those of a loss of your own over answers.
+    """The spec of an objective; the defaults suit a user's loss over answers.
 
     Attributes:
         name: value of `objective.name`, and the name in records.
-        schema: its settings, a class of :class:`mens_exp.config.objective.ObjectiveConfig`.
-        documents: ``module:name`` of the :class:`mens_exp.rows.documents.RowDocuments` that makes
-            documents of a row and says which of their tokens are supervised.
-        selects: its settings that select or weigh tokens.
-        of_training: its settings that training reads; the others are arguments of its class.
-        truncation: side on which a document that is too long is cut, unless `data` says.
-        in_chunks: whether logits exist for `chunk_tokens` positions at a time, not for all.
-        fuses_head: whether it needs losses of tokens alone, and no logits, so that the head and
-            the loss may be one kernel.
-        is_likelihood: whether the loss is the negative log-likelihood of the supervised tokens,
-            that of validation if the settings change it in training.
-        learns_ends: whether it supervises the end of a text as rendered, a few tokens by design.
-        needs_reference: whether it compares with the base, which runs in a pass of its own.
-        needs_teacher: whether it learns the distributions of another model, `objective.teacher`.
-        compares_groups: whether it compares the answers to one prompt, sampled from the adapter
-            that training starts from.
-        adds_up: whether the loss of a micro-batch is the sum of those of its rows' documents; see
-            also `is_sum`.
-        counted: what the loss is a mean over.
-        metrics: what it reports besides the loss, each name under ``train/`` and ``val/``.
+        schema: its settings, a subclass of :class:`mens_exp.config.objective.ObjectiveConfig`.
+        documents: ``module:name`` of the :class:`mens_exp.rows.documents.RowDocuments` that builds
+            a row's documents and selects their supervised tokens.
+        selects: its settings that select or weight tokens.
+        of_training: its settings that training reads; the others are arguments of the loss class.
+        truncation: side on which an overlong document is truncated, unless set in `data`.
+        in_chunks: whether logits are computed for `chunk_tokens` positions at a time.
+        fuses_head: whether it needs only token losses and no logits, so that the head and the
+            loss can be fused into one kernel.
+        is_likelihood: whether the loss is the negative log-likelihood of the supervised tokens, at
+            least in validation.
+        learns_ends: whether it supervises the end of a text as rendered, few tokens by design.
+        needs_reference: whether it needs a reference pass of the base model.
+        needs_teacher: whether it distills another model, `objective.teacher`.
+        compares_groups: whether it compares answers to the same prompt, sampled from the initial
+            adapter.
+        adds_up: whether the loss of a micro-batch is the sum over its documents; see also
+            `is_sum`.
+        counted: the unit that the loss is averaged over.
+        metrics: additional metrics, each reported under ``train/`` and ``val/``.
     """
 
     name: str
@@ -88,7 +88,7 @@ class ObjectiveSpec:
     metrics: tuple[Metric, ...] = ()
 
     def loss_unit(self, learned: Mapping[str, Any]) -> str:
-        """Return the unit of its loss, in words.
+        """Return the unit of the loss in words.
 
         Args:
             learned: the settings that change what is learned, by dotted path.
@@ -97,24 +97,24 @@ class ObjectiveSpec:
         return "nats per token" if self.is_likelihood else f"per {self.counted}"
 
     def is_sum(self, settings: Any) -> bool:
-        """Return whether it adds up under the settings of the `objective` group."""
+        """Return whether the loss is a sum over documents under these settings."""
         del settings
         return self.adds_up
 
     def selected(self, settings: Any) -> dict[str, Any]:
-        """Return the settings that select tokens, as plain values; they are part of a cache key.
+        """Return the settings that select tokens, as plain values for the cache key.
 
-        Those that are null select nothing and are left out.
+        Null settings are omitted.
         """
         found = {name: plain(getattr(settings, name)) for name in sorted(self.selects)}
         return {name: value for name, value in found.items() if value is not None}
 
     def arguments(self, settings: Any, vocab_size: int, *, on_gpu: bool) -> dict[str, Any]:
-        """Return the settings that are arguments of its class; `chunk_tokens` is always set.
+        """Return the arguments of the loss class; `chunk_tokens` is always set.
 
         Args:
             settings: the `objective` group.
-            vocab_size: logits of a position.
+            vocab_size: logits per position.
             on_gpu: whether the run computes on a GPU.
         """
         names = settings.own() - self.selects - self.of_training
@@ -124,18 +124,18 @@ class ObjectiveSpec:
         return found
 
     def passes_before(self, settings: Any) -> int:
-        """Return the passes over the rows before training, which spare each step another's."""
+        """Return the number of passes before training, which replace a pass in each step."""
         return int(self.needs_reference and getattr(settings, PRECOMPUTED, False))
 
     def head_positions(
         self, settings: Any, positions: int, vocab_size: int, *, on_gpu: bool
     ) -> int:
-        """Return the positions whose logits exist at the same time.
+        """Return the number of positions whose logits are in memory at once.
 
         Args:
             settings: the `objective` group.
-            positions: those of a micro-batch.
-            vocab_size: logits of a position.
+            positions: positions of a micro-batch.
+            vocab_size: logits per position.
             on_gpu: whether the run computes on a GPU.
         """
         if not self.in_chunks:
@@ -154,17 +154,17 @@ class ObjectiveSpec:
         return _MASKED
 
     def last_tokens(self, settings: Any) -> int | None:
-        """Return the number of last tokens that are supervised (0: all after the prompt), if so."""
+        """Return how many last tokens are supervised (0: all after the prompt), or None."""
         del settings
         return None
 
     def learned(self, settings: Any, *, is_chatml: bool) -> str:
-        """Name the supervised tokens as the seeds do in ``training_objective_note``."""
+        """Name the supervised tokens, in the form of the seeds' ``training_objective_note``."""
         del settings
         return f"masked_{'chatml' if is_chatml else 'chat_template'}"
 
     def problems(self, settings: Any, seq_len: int) -> Iterator[ConfigError]:
-        """Yield the problems of its own settings, for documents of at most ``seq_len`` tokens."""
+        """Yield the problems of its settings, for documents of at most ``seq_len`` tokens."""
         del settings, seq_len
         yield from ()
 
@@ -173,7 +173,7 @@ class EveryToken(ObjectiveSpec):
     """Every token is supervised."""
 
     def supervised_frac(self, settings: Any, typical: float) -> float:
-        """Return all of them."""
+        """Return 1."""
         del settings, typical
         return 1.0
 
@@ -187,12 +187,12 @@ class LastTokens(ObjectiveSpec):
     """The end of each text is supervised."""
 
     def supervised_frac(self, settings: Any, typical: float) -> float:
-        """Return the last tokens' share of a typical document."""
+        """Return the fraction of the last tokens in a typical document."""
         k = self.last_tokens(settings)
         return min(1.0, k / typical) if k else _MASKED
 
     def last_tokens(self, settings: Any) -> int | None:
-        """Return their number; a class of the user's has all after the prompt."""
+        """Return their number; a user's class supervises all tokens after the prompt."""
         return settings.k if "k" in self.selects else None
 
     def learned(self, settings: Any, *, is_chatml: bool) -> str:
@@ -202,7 +202,7 @@ class LastTokens(ObjectiveSpec):
         return "last_k" if k is None else f"last_k{k}"
 
     def problems(self, settings: Any, seq_len: int) -> Iterator[ConfigError]:
-        """Yield more tokens than a document has."""
+        """Yield an error if there are more last tokens than a document can have."""
         k = self.last_tokens(settings)
         if k is not None and k > seq_len:
             yield ConfigError(
@@ -215,12 +215,12 @@ class LastTokens(ObjectiveSpec):
 
 
 _PARTS = 3  # prefix, suffix and middle
-# Tokens of a sequence, of which twelve are left for what frames a document. Unverified guess.
+# Minimum sequence length; twelve tokens are reserved for a document's frame. Unverified guess.
 _SHORTEST = 32
 
 
 class Infilling(EveryToken):
-    """The middle of a text is learned last."""
+    """The middle of a text comes last, after prefix and suffix."""
 
     def learned(self, settings: Any, *, is_chatml: bool) -> str:
         """Name the objective."""
@@ -228,7 +228,7 @@ class Infilling(EveryToken):
         return "fim"
 
     def problems(self, settings: Any, seq_len: int) -> Iterator[ConfigError]:
-        """Yield tokens that are not three, and sequences without room for a text."""
+        """Yield errors unless there are three sentinel tokens and room for a text."""
         if seq_len < _SHORTEST:
             yield ConfigError(
                 "leaves no room for text besides the three tokens",
@@ -303,12 +303,12 @@ DISTILLATION_METRICS = (
 
 
 class OfPairs(ObjectiveSpec):
-    """The last answer of a row is better than another one."""
+    """A row's last answer is preferred to another answer."""
 
     def problems(self, settings: Any, seq_len: int) -> Iterator[ConfigError]:
-        """Yield a loss that is another one under its settings."""
+        """Yield an error for a loss that equals another one under its settings."""
         del seq_len
-        loss = plain(getattr(settings, "loss", None))  # some have one alone
+        loss = plain(getattr(settings, "loss", None))  # not every objective has a choice
         if loss == "robust" and settings.label_smoothing == 0:
             yield ConfigError(
                 "equals the sigmoid loss without label smoothing",
@@ -319,14 +319,14 @@ class OfPairs(ObjectiveSpec):
 
 
 class FromTeacher(ObjectiveSpec):
-    """A teacher's distributions are learned; it is in memory, or passes over the rows before."""
+    """Distillation from a teacher that stays in memory, or runs once before training."""
 
     def passes_before(self, settings: Any) -> int:
-        """Return one if what is kept of the teacher is computed before training."""
+        """Return 1 if the teacher's top tokens are computed before training."""
         return int(self.needs_teacher and getattr(settings, "top_k", None) is not None)
 
     def problems(self, settings: Any, seq_len: int) -> Iterator[ConfigError]:
-        """Yield hidden states of a teacher that is gone."""
+        """Yield an error for hidden states if the teacher does not stay in memory."""
         del seq_len
         if self.passes_before(settings) and getattr(settings, "hidden_weight", 0):
             yield ConfigError(
@@ -338,17 +338,17 @@ class FromTeacher(ObjectiveSpec):
 
 
 def shares_prompts(settings: Any) -> bool:
-    """Return whether the `objective` group computes the prompt of a pair once."""
+    """Return whether the prompt of a pair is computed only once."""
     return bool(getattr(settings, SHARED, False))
 
 
 def matched_layers(settings: Any, ours: int, theirs: int) -> tuple[tuple[int, int], ...]:
-    """Return the layers, from 1, of student and teacher whose hidden states are compared.
+    """Return the pairs of student and teacher layers, from 1, with compared hidden states.
 
     Args:
         settings: the `objective` group.
-        ours: the student's layers.
-        theirs: the teacher's.
+        ours: number of student layers.
+        theirs: number of teacher layers.
     """
     if not getattr(settings, "hidden_weight", 0):
         return ()
@@ -357,19 +357,19 @@ def matched_layers(settings: Any, ours: int, theirs: int) -> tuple[tuple[int, in
 
 
 class OfGroups(ObjectiveSpec):
-    """Sampled answers have rewards, which are compared with those of other answers."""
+    """Rewards of sampled answers are compared within a group."""
 
     def passes_before(self, settings: Any) -> int:
-        """Return one through the adapter that training starts from, and one through the base."""
-        if not self.compares_groups:  # a class of the user's, over the same documents
+        """Return 1 for the initial adapter, and 1 more for the base model if beta is above 0."""
+        if not self.compares_groups:  # a user's class over the same documents
             return 0
         return 2 if settings.beta > 0 else 1
 
     def loss_unit(self, learned: Mapping[str, Any]) -> str:
-        """Return tokens where the loss is a mean over those of several answers."""
+        """Return tokens if the loss is averaged over the tokens of several answers."""
         over_tokens = learned.get("objective.loss_type") in {"bnpo", "dapo"}
         return "per token" if over_tokens else super().loss_unit(learned)
 
     def is_sum(self, settings: Any) -> bool:
-        """Return false if each micro-batch has a mean of its own."""
+        """Return false if each micro-batch has a separate mean."""
         return self.adds_up and plain(getattr(settings, "loss_type", None)) != "bnpo"

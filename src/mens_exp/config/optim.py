@@ -16,11 +16,11 @@ DEFAULT_LR = 2e-3  # measured on the main job, of 135M: below 1e-3 in training l
 
 
 def lr_beside(default_lr: float | None, parts: float = 1) -> float:
-    """Return the default peak rate when none is set: the model's, divided by ``parts``.
+    """Return the default peak rate: the model's, divided by ``parts``.
 
     Args:
         default_lr: the default of the model's option; None if it has none.
-        parts: how many times smaller the optimizer's rate is than AdamW's.
+        parts: the factor by which the optimizer's rate is smaller than AdamW's.
     """
     return (DEFAULT_LR if default_lr is None else default_lr) / parts
 
@@ -41,18 +41,18 @@ class OptimizerConfig:
     )
 
     def state_bytes(self, parameters: int, sides: int) -> float | None:
-        """Return the bytes of the state; None for a class of the user's, which tells nothing.
+        """Return the bytes of the optimizer state; None (unknown) for a user's class.
 
         Args:
-            parameters: trained parameters.
-            sides: rows and columns of the trained matrices, summed.
+            parameters: number of trained parameters.
+            sides: sum of rows and columns of the trained matrices.
         """
         del parameters, sides
         return None
 
     @property
     def usual_parts(self) -> float:
-        """The factor by which its usual rate is smaller than AdamW's."""
+        """The factor by which its typical rate is smaller than AdamW's."""
         return 1.0
 
 
@@ -94,7 +94,7 @@ class OptimConfig(OptimizerConfig):
     )
 
     def state_bytes(self, parameters: int, sides: int) -> float:
-        """Return the size of two moments in f32."""
+        """Return the size of two f32 moments."""
         del sides
         return 2.0 * _F32 * parameters
 
@@ -122,7 +122,7 @@ class Adamw8bitConfig(AdamwConfig):
     name: str = setting("adamw_8bit", "The option's name; set by the option.")
 
     def state_bytes(self, parameters: int, sides: int) -> float:
-        """Return the size of two moments of a byte, each with one scale for 256 elements."""
+        """Return the size of two 8-bit moments, each with one scale per 256 elements."""
         del sides
         return 2 * (1 + _F32 / 256) * parameters
 
@@ -195,7 +195,7 @@ class MuonConfig(OptimizerConfig):
     )
 
     def state_bytes(self, parameters: int, sides: int) -> float:
-        """Return the size of one average in f32; vectors, of which few are trained, have two."""
+        """Return the size of one f32 average; the second one of vectors is neglected."""
         del sides
         return float(_F32 * parameters)
 
@@ -334,7 +334,7 @@ class LowRankConfig(OptimizerConfig):
     package trains all other parameters.
     """
 
-    in_group: ClassVar[dict[str, str]]  # settings of the projected weights, as the package has them
+    in_group: ClassVar[dict[str, str]]  # settings of the projected weights -> the package's names
 
     rank: int = setting(MISSING, "Rank; set by the option.")
     update_proj_gap: int = setting(
@@ -346,7 +346,7 @@ class LowRankConfig(OptimizerConfig):
     weight_decay: float = setting(0.0, "Decoupled decay (the package's default).", ge=0)
 
     def state_bytes(self, parameters: int, sides: int) -> float:
-        """Return the size of two moments in f32, as if nothing were projected."""
+        """Return the size of two f32 moments, without projection."""
         del sides
         return 2.0 * _F32 * parameters
 
@@ -355,13 +355,13 @@ class LowRankConfig(OptimizerConfig):
         return min(rows, columns) > self.rank
 
     def saved_bytes(self, rows: int, columns: int) -> float:
-        """Return the bytes that are saved on a projected weight: moments of the longer side."""
+        """Return the bytes saved on a projected weight; its moments are [rank, longer side]."""
         state = self.rank * (2 * max(rows, columns) + min(rows, columns))
         return _F32 * (2.0 * rows * columns - state)
 
 
 class ProjectedSide(Enum):
-    """The side of a matrix that GaLore makes shorter."""
+    """The side of a matrix that GaLore projects."""
 
     std = "std"
     reverse_std = "reverse_std"
@@ -395,7 +395,7 @@ class GaloreConfig(LowRankConfig):
     )
 
     def saved_bytes(self, rows: int, columns: int) -> float:
-        """Return the bytes that are saved on a projected weight."""
+        """Return the bytes saved on a projected weight."""
         moments, projected = max(rows, columns), min(rows, columns)
         if self.proj_type is ProjectedSide.reverse_std:
             moments, projected = projected, moments
@@ -403,14 +403,14 @@ class GaloreConfig(LowRankConfig):
 
 
 class Projection(Enum):
-    """The origin of APOLLO's projections."""
+    """The method that computes APOLLO's projections."""
 
     random = "random"
     svd = "svd"
 
 
 class ScaleType(Enum):
-    """The parts of a gradient that APOLLO scales apart."""
+    """The granularity at which APOLLO scales a gradient."""
 
     channel = "channel"
     tensor = "tensor"

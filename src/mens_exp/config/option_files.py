@@ -1,7 +1,7 @@
-"""Directories and files of options: ours, the user's, and those of installed packages.
+"""Directories and files of options: built-in, of the user, and of installed packages.
 
-The user's are ``./conf``, and what ``--config-dir`` and ``hydra.searchpath`` name. A directory of
-options holds a directory for each config group. A sweep freezes them: its jobs read copies.
+User directories are ``./conf`` and those in ``--config-dir`` and ``hydra.searchpath``. Each has one
+subdirectory per config group. A sweep freezes them: its jobs read copies.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Sources:
     """The config sources that a command adds.
 
     Attributes:
-        name: the primary config, which is ours unless the command names another.
-        directories: directories of options, besides ``./conf``, in their order.
+        name: the primary config; ours unless the command names another.
+        directories: option directories other than ``./conf``, in order.
     """
 
     name: str = "config"
@@ -46,7 +46,7 @@ _frozen: tuple[Path, ...] | None = None
 
 @contextmanager
 def reading(sources: Sources) -> Iterator[None]:
-    """Read other config sources too inside the block."""
+    """Add config sources inside the block."""
     global _sources  # noqa: PLW0603  # Hydra instantiates its plugin classes itself
     before, _sources = _sources, sources
     try:
@@ -64,12 +64,12 @@ def sources_of(name: str | None, directory: str | None, searchpath: Sequence[str
     """Return the sources that flags and overrides of a command add.
 
     Args:
-        name: of ``--config-name``.
-        directory: of ``--config-dir``.
-        searchpath: of ``hydra.searchpath`` on the command line; empty takes the primary config's.
+        name: value of ``--config-name``.
+        directory: value of ``--config-dir``.
+        searchpath: ``hydra.searchpath`` on the command line; if empty, the primary config's.
 
     Raises:
-        ConfigError: a source is not there.
+        ConfigError: a source does not exist.
         Problems: several of these.
     """
     problems: list[ConfigError] = []
@@ -97,7 +97,7 @@ def sources_of(name: str | None, directory: str | None, searchpath: Sequence[str
 
 
 def _source(where: str, text: str, problems: list[ConfigError]) -> Path | None:
-    """Return the directory of a source; one that is not there is added to the problems."""
+    """Return the directory of a source; append to `problems` if it does not exist."""
     scheme, _, rest = text.rpartition("://")
     try:
         place = Path(rest).expanduser()
@@ -120,7 +120,7 @@ def _source(where: str, text: str, problems: list[ConfigError]) -> Path | None:
 
 
 def _searchpath_in(file: Path) -> list[str]:
-    """Return the search path that a primary config asks for."""
+    """Return the search path of a primary config."""
     values = read_option(file)
     hydra = values.get("hydra") if isinstance(values, dict) else None
     listed = hydra.get("searchpath") if isinstance(hydra, dict) else None
@@ -145,7 +145,7 @@ def user_directory() -> Path | None:
 
 
 def user_directories() -> tuple[Path, ...]:
-    """Return every directory of the user's options, in the order in which Hydra searches them."""
+    """Return every directory of user options, in Hydra's search order."""
     if _frozen is not None:
         return _frozen
     own = user_directory()
@@ -157,7 +157,7 @@ def package_directories() -> tuple[Path, ...]:
     """Return the directories of options that installed packages add, by entry point.
 
     Raises:
-        SetupError: a package names a directory that it does not have.
+        SetupError: a package names a directory that does not exist.
     """
     return tuple(
         _directory_of(one)
@@ -166,7 +166,7 @@ def package_directories() -> tuple[Path, ...]:
 
 
 PACKAGES = "mens_exp.conf"
-"""The entry point group of packages that hold options, each named by an importable package."""
+"""The entry point group of option directories; each entry names an importable package."""
 
 
 def _directory_of(offer: EntryPoint) -> Path:
@@ -188,7 +188,7 @@ def _directory_of(offer: EntryPoint) -> Path:
 
 @contextmanager
 def frozen_as(copies: Sequence[Path]) -> Iterator[None]:
-    """Read the user's options from copies within the context, whatever becomes of the originals."""
+    """Read the user's options from copies inside the block, even if the originals change."""
     global _frozen  # noqa: PLW0603  # Hydra instantiates its plugin classes itself
     before, _frozen = _frozen, tuple(copies)
     try:
@@ -236,7 +236,7 @@ def hydra_options(kind: str) -> frozenset[str]:
 
 
 def own_files() -> list[tuple[Path, Path]]:
-    """List the user's files: their directory, and their path in it."""
+    """List the user's files as directory and relative path."""
     return [
         (root, file)
         for root in user_directories()
@@ -245,18 +245,18 @@ def own_files() -> list[tuple[Path, Path]]:
 
 
 def user_fingerprint() -> tuple[Any, ...]:
-    """Return a fingerprint of the user's options: each file with its size and its time."""
+    """Return a fingerprint of the user's options: each file with size and modification time."""
     states = [(root / file, (root / file).stat()) for root, file in own_files()]
     return (_sources, *((file, state.st_size, state.st_mtime_ns) for file, state in states))
 
 
 SPEC_GROUPS = {"lora": "variant", "quant": "quant_type", "suite": "name"}
-"""Groups of which an option may name a spec of its own name by ``_target_``, and the setting that
-chooses it."""
+"""Groups whose options may name a spec by ``_target_`` (the spec has the option's name), and the
+setting that selects the spec."""
 
 
 def named_specs(group: str) -> dict[str, tuple[Path, str]]:
-    """Return the specs that the user's options name: name -> the file, and the spec's place.
+    """Return the specs named in the user's options: name -> (file, ``module.SPEC``).
 
     Args:
         group: one of :data:`SPEC_GROUPS`.
@@ -279,7 +279,7 @@ def _target_in(file: Path, _written_ns: int, _size: int) -> str | None:
 
 
 def read_option(file: Path) -> dict[str, Any] | str:
-    """Read a file's mapping, or return the reason why there is none."""
+    """Read a file's mapping, or return the reason why it cannot be read."""
     try:
         values = parse_yaml(file.read_text(encoding="utf-8"), file.name)
     except DataError as error:

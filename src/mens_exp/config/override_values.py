@@ -47,14 +47,14 @@ from mens_exp.errors import ConfigError, DataError, MensError, NoEffectError, li
 
 MAY_BE_UNSET = frozenset({"preset", "experiment", "policy", "study"})
 _INSTEAD = {"model.default_lr": "set optim.lr, whose default it is"}
-# Values that Lightning's Trainer takes in further forms.
+# Settings for which Lightning's Trainer accepts more types.
 _ONE_FORM = {
     "lora.config": "name an adapter_config.json that can be read, or write {peft_type:…}",
     "trainer.devices": "write the number of processes; CUDA_VISIBLE_DEVICES chooses the GPUs",
     "trainer.max_time": "write trainer.max_time=DD:HH:MM:SS",
     "trainer.val_check_interval": "write the number of micro-batches between two validations",
 }
-_NO_TEXTS = frozenset({"null", "true", "false", "nan", "inf"})  # what Hydra reads them as
+_NO_TEXTS = frozenset({"null", "true", "false", "nan", "inf"})  # not strings for Hydra
 _WORDS = {
     IntegerNode: "a whole number",
     FloatNode: "a number",
@@ -71,12 +71,12 @@ _ELEMENTS = {
 def spelled_out(texts: Sequence[str], *, multirun: bool = False) -> list[str]:
     """Expand short forms of overrides.
 
-    ``adapter=<file>`` becomes the key ``adapter.file``, ``path=[a,b]`` the string ``a,b``, as does
-    ``path=a,b`` of a task that reads several paths (unless ``multirun``, where each is a cell), and
-    ``experiment=null`` the ``~experiment`` that Hydra knows. A prompt needs no quotes besides those
-    of the shell, whatever characters it has. ``trainer.strategy._target_=`` and arguments beside it
-    become the mapping that this setting takes. ``lora.config=<adapter_config.json>`` becomes the
-    fields of the file, and PEFT's ``target_modules`` among them ``lora.targets``.
+    ``adapter=<file>`` becomes ``adapter.file=<file>``; ``path=[a,b]`` becomes the string ``a,b``,
+    as does ``path=a,b`` in a task that reads several paths (unless ``multirun``, where each is a
+    cell); ``experiment=null`` becomes ``~experiment``. Prompts are quoted for Hydra.
+    ``trainer.strategy._target_=`` and its arguments become one mapping.
+    ``lora.config=<adapter_config.json>`` becomes the fields of the file, except that PEFT's
+    ``target_modules`` becomes ``lora.targets``.
     """
     if not multirun and _OF_SEVERAL & set(texts):
         texts = [f"path=[{text[5:]}]" if _PATHS.fullmatch(text) else text for text in texts]
@@ -97,14 +97,14 @@ _OF_A_FILE |= {"revision", "task_type", "target_modules"}
 
 
 def _peft_config(text: str) -> Iterator[str]:
-    """Yield the fields of a file of PEFT's that a run does not set; another text is unchanged."""
+    """Expand a PEFT configuration file to the fields that a run does not set itself."""
     key, _, value = text.partition("=")
     if key == f"{_CONFIG}.target_modules":
         yield f"lora.targets={value}"
         return
     fields = _fields_of(value) if key == _CONFIG and value[:1] not in {"", "{"} else None
     if fields is None:
-        yield text  # that of a file that cannot be read is of the wrong type
+        yield text  # an unreadable file is reported as a value of the wrong type
         return
     if isinstance(fields.get("target_modules"), list):
         yield f"lora.targets={_written(fields['target_modules'])}"
@@ -113,7 +113,7 @@ def _peft_config(text: str) -> Iterator[str]:
 
 
 def _fields_of(file: str) -> dict[str, Any] | None:
-    """Return the object of a JSON file; None of any other."""
+    """Return the object in a JSON file; None if it is not one."""
     path = Path(file.strip("'\"")).expanduser()
     try:
         fields = parse_json(read_bytes(path), str(path))
@@ -123,7 +123,7 @@ def _fields_of(file: str) -> dict[str, Any] | None:
 
 
 def _written(value: Any) -> str:
-    """Return a value of JSON as Hydra reads it."""
+    """Format a JSON value in Hydra's override syntax."""
     if isinstance(value, dict):
         return f"{{{','.join(f'{name}:{_written(one)}' for name, one in value.items())}}}"
     if isinstance(value, list):
@@ -134,7 +134,7 @@ def _written(value: Any) -> str:
 
 
 def _by_class(texts: list[str]) -> list[str]:
-    """Join what is said inside a setting of the Trainer that names a class to one mapping."""
+    """Join the keys of a Trainer setting that names a class to one mapping."""
     inside = [match for text in texts if (match := _INSIDE.fullmatch(text))]
     classes = {match[1] for match in inside if match[2] == "_target_"}
     joined = {
@@ -152,7 +152,7 @@ def _unset(text: str) -> str:
 
 def _of_adapter(text: str) -> str:
     short = "adapter="
-    is_file = text.startswith(short) and not text.startswith(f"{short}{{")  # a mapping of its keys
+    is_file = text.startswith(short) and not text.startswith(f"{short}{{")  # a mapping
     return f"adapter.file={text.removeprefix(short)}" if is_file else text
 
 
@@ -320,19 +320,19 @@ def _no_such_value(key: str, value: Any, choices: Mapping[str, Any]) -> ConfigEr
 def _fits(key: str, value: Any, node: Any, reference: DictConfig) -> bool:
     if isinstance(value, str) and "${" in value:
         if isinstance(node, ValueNode) or node is None:
-            return True  # an interpolation; composing resolves and judges it
-        value = _resolved(key, value, reference)  # but not that of a mapping or a list
+            return True  # an interpolation, checked when composed
+        value = _resolved(key, value, reference)  # not inside mappings and lists
     if isinstance(node, DictConfig) and not (is_open(node) and isinstance(value, dict)):
         return False
     if node is None:
-        return True  # a field of another library's settings, which judges it
+        return True  # a field of another library, which checks it
     if _nests(value, node):
         return False
     group, _, rest = key.partition(".")
     try:
         if isinstance(node, ValueNode) and not isinstance(value, dict | list):
-            copy.deepcopy(node)._set_value(value)  # noqa: SLF001  # its type alone is asked for
-        elif rest:  # a copy of the group is enough, and the whole is large
+            copy.deepcopy(node)._set_value(value)  # noqa: SLF001  # checks the type
+        elif rest:  # copy only the group: the whole configuration is large
             OmegaConf.update(copy.deepcopy(_node_at(reference, group)), rest, value, merge=True)
         else:
             OmegaConf.update(reference.copy(), key, value, merge=True)
@@ -355,7 +355,7 @@ def _resolved(key: str, text: str, reference: DictConfig) -> Any:
 def _nests(value: Any, node: Any) -> bool:
     """Return whether a list or mapping of plain values contains a list or a mapping.
 
-    OmegaConf accepts that, whatever the type of the elements.
+    OmegaConf accepts nested values regardless of the element type.
     """
     if not (isinstance(node, ListConfig) or is_open(node)):
         return False
@@ -447,10 +447,10 @@ def without_joblib(texts: Sequence[str], *, multirun: bool) -> tuple[list[str], 
 
 
 def with_moved_keys(texts: Sequence[str], *, multirun: bool) -> tuple[list[str], list[MensError]]:
-    """Refuse root keys of earlier releases, and write the command as it is spelled today.
+    """Refuse root keys of earlier releases, and rewrite the command with the current keys.
 
     Returns:
-        The overrides of that command, so that the rest of it is judged too, and the refusal.
+        The rewritten overrides, so that the rest of the command is checked too, and the refusal.
     """
     tasks = [text.partition("=")[2] for text in texts if text.startswith("task=")]
     task = tasks[-1] if tasks else None
@@ -528,7 +528,7 @@ def sweep_override_problems(
 
 
 def _unknown_plugin(group: str, override: Override) -> ConfigError | None:
-    """Refuse a launcher or sweeper that neither we nor an installed plugin have."""
+    """Refuse a launcher or sweeper that is neither built in nor installed."""
     kind, chosen = group.partition("/")[2], str(override.value())
     ours = [*LAUNCHERS, IN_PROCESS] if kind == "launcher" else [IN_ORDER, OPTUNA]
     there = hydra_options(kind)

@@ -1,8 +1,8 @@
 """Check every override of a command and report all problems at once.
 
 Hydra alone stops at the first error, accepts ``+key`` until the typed objects are created, and
-exits with 1. Here each override is first checked by itself against the schemas of the chosen
-options. The accepted ones are then composed cell by cell, and their values are checked.
+exits with 1. Here each override is first checked individually against the schemas of the chosen
+options. Accepted overrides are then composed cell by cell, and their values are checked.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
-_OFF = {"logger": "none", "suite": "none", "sandbox": "none"}  # options that switch something off
+_OFF = {"logger": "none", "suite": "none", "sandbox": "none"}  # options that disable a group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,13 +109,13 @@ def check(
     Args:
         texts: overrides as typed.
         multirun: whether several values of a key mean several runs.
-        drawn: keys whose value was drawn by a search. Such a key is left out of a cell where it
+        drawn: keys whose value was sampled by a search. Such a key is dropped from a cell where it
             has no effect, even if that is the only cell.
         first: number of the first cell.
 
     Returns:
         The cells that could be composed, in Hydra's order, and all problems: first those of the
-        overrides, in their order, then those of the values that the accepted overrides produce.
+        overrides, in order, then those of the composed values.
     """
     own = tuple(user_config_problems())
     if own:  # what ./conf adds is unknown until it is valid
@@ -172,11 +172,11 @@ def sources_in(
 
     Args:
         texts: its overrides; the last ``hydra.searchpath`` counts.
-        name: of ``--config-name``.
-        directory: of ``--config-dir``.
+        name: value of ``--config-name``.
+        directory: value of ``--config-dir``.
 
     Raises:
-        ConfigError: a source is not there.
+        ConfigError: a source does not exist.
         Problems: several of these.
     """
     paths = [text for text in texts if text.lstrip("+").startswith("hydra.searchpath=")]
@@ -187,13 +187,13 @@ def sources_in(
 
 
 def swept_by_config(texts: Sequence[str], name: str) -> list[str]:
-    """Return the overrides of ``hydra.sweeper.params``; those of the command line win.
+    """Return the overrides in ``hydra.sweeper.params``; the command line takes precedence.
 
-    As in Hydra, an option that is swept itself says nothing.
+    As in Hydra, an option that is itself swept contributes none.
 
     Args:
         texts: overrides as typed.
-        name: the option of hydra/sweeper that reads them; with any other, there are none.
+        name: the hydra/sweeper option that reads them; any other has none.
     """
     sweeper = _composed_sweeper(texts)
     params = sweeper.get("params") if sweeper["name"] == name else None
@@ -202,14 +202,14 @@ def swept_by_config(texts: Sequence[str], name: str) -> list[str]:
 
 
 def chosen_sweeper(texts: Sequence[str]) -> str:
-    """Return the option of hydra/sweeper that a command selects, be it by its experiment."""
+    """Return the hydra/sweeper option that a command selects, directly or by its experiment."""
     if any(text.startswith("hydra/sweeper=") for text in texts):
         return sweeper_of(texts)
     return str(_composed_sweeper(texts)["name"])
 
 
 def _composed_sweeper(texts: Sequence[str]) -> dict[str, Any]:
-    """Compose a command without what it sweeps; return Hydra's sweeper node and its ``name``."""
+    """Compose a command without sweep overrides; return Hydra's sweeper node and its ``name``."""
     parsed = [override for text in texts if (override := parsed_override(text, [])) is not None]
     plain = [_line(override) for override in parsed if not override.is_sweep_override()]
     try:
@@ -373,7 +373,7 @@ def _options_given(override: Override) -> list[Any]:
     return list(value) if isinstance(value, list) else [value]
 
 
-_CLOSED = {"task", "sandbox"}  # a class of the user's has no place in these
+_CLOSED = {"task", "sandbox"}  # groups without user classes
 
 
 def _option_remedy(group: str, value: str, close: str | None) -> str:
@@ -391,7 +391,7 @@ def _option_remedy(group: str, value: str, close: str | None) -> str:
 
 
 def _list_remedy(group: str, given: Sequence[Any], value: Any, close: str | None) -> str:
-    """Return the list with the nearest option in the place of the unknown one, or without it."""
+    """Return the list with the unknown option replaced by the nearest one, or removed."""
     others = [close if one == value else shown(one) for one in given]
     return f"write {group}=[{','.join(one for one in others if one is not None)}]"
 
@@ -422,7 +422,7 @@ def _unknown_in_file(error: BaseException) -> ConfigError | None:
     return unknown_key_in(f"conf/{in_file[1]}.yaml", cause)
 
 
-_IN_FILE = re.compile(r"In '([^']+)'")  # Hydra's words for the option that it composes
+_IN_FILE = re.compile(r"In '([^']+)'")  # from Hydra's messages
 
 
 def _references(groups: Sequence[Override]) -> list[Composed]:
@@ -525,7 +525,7 @@ def _judged(
     idle = {_key(text) for text in dropped}
     keys = [o.key_or_group for o in given.overrides if o.key_or_group not in idle]
     told = [o.key_or_group for o in given.overrides if not _switches_off(o)]
-    refused = given.named - {o.key_or_group for o in given.overrides}  # told already
+    refused = given.named - {o.key_or_group for o in given.overrides}  # already reported
     problems = [problem for problem in problems_of(config) if problem.where not in refused]
     problems += unread_overrides(
         config.task.name, [key for key in told if key not in idle], given.texts, path=config.path
@@ -535,7 +535,7 @@ def _judged(
 
 
 def _switches_off(override: Override) -> bool:
-    """Return whether an override asks for nothing, which is no mistake where there is nothing."""
+    """Return whether an override disables something, which is valid even without effect."""
     key = override.key_or_group
     if override.is_delete():
         return key in MAY_BE_UNSET
@@ -543,7 +543,7 @@ def _switches_off(override: Override) -> bool:
 
 
 def _without_effect(problems: list[MensError], swept: frozenset[str]) -> tuple[str, ...]:
-    """Return the swept keys that a cell refuses only because they have no effect in it."""
+    """Return the swept keys refused only because they have no effect in a cell."""
     keys = [str(p.where) for p in problems if isinstance(p, NoEffectError)]
     return tuple(dict.fromkeys(key for key in keys if key in swept))
 
@@ -585,7 +585,7 @@ def _refused_by_hydra(error: Exception) -> ConfigError:
 
 
 def _of_composing(error: BaseException) -> str:
-    """Return the first line; where it only announces an error of OmegaConf, the next one too."""
+    """Return an error's first line, and the next one if the first only announces it."""
     first, *more = [*str(error).splitlines(), ""]
     return f"{first} {more[0]}".strip() if first.endswith(":") else first
 

@@ -1,10 +1,10 @@
-"""Registries of what packages and ``./conf`` add, and the import of what a setting names.
+"""Registries of specs added by packages and ``./conf``, and imports of named objects.
 
-The kinds are quantizers, adapter methods, objectives, suites and data sources. Each kind has a
-spec, a torch-free object that planning, rules, records and reports ask. It names an
-object of the torch side by ``module:name``, which is imported only where it is used. A package adds
-a spec under the kind's entry point group, and a file of ``./conf`` by its ``_target_``: the name of
-the entry point or file is that of the spec, which is imported only when a run asks for it.
+The kinds are quantizers, adapter methods, objectives, suites and data sources. A spec is a
+torch-free object used by planning, rules, records and reports. It names an object that may import
+torch by ``module:name``, which is imported only where it is used. A package adds a spec under the
+kind's entry point group, and a file of ``./conf`` by its ``_target_``. The spec has the name of the
+entry point or file, and is imported only when a run needs it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from mens_exp.config.option_files import named_specs
 from mens_exp.errors import ConfigError, SetupError, listed, nearest
 
-_NAME = re.compile(r"(?!mro$|name$|value$)[a-z][a-z0-9_]*[a-z0-9]")  # a choice of the schema
+_NAME = re.compile(r"(?!mro$|name$|value$)[a-z][a-z0-9_]*[a-z0-9]")  # an enum member
 
 
 class Named(Protocol):
@@ -28,7 +28,7 @@ class Named(Protocol):
 
     @property
     def name(self) -> str:
-        """The name, as settings and records have it."""
+        """The name used in settings and records."""
 
 
 SpecT = TypeVar("SpecT", bound=Named)
@@ -37,13 +37,13 @@ ObjectT = TypeVar("ObjectT")
 
 @dataclass(kw_only=True)
 class Registry(Generic[SpecT]):
-    """The specs of one kind by name: ours, those of installed packages, and those of ``./conf``.
+    """The specs of one kind by name: built-in, from installed packages, and from ``./conf``.
 
     Attributes:
         kind: the kind in words, such as ``quantizer``.
         group: its entry point group.
         spec: the class of its specs.
-        built_in: our own specs by name.
+        built_in: the built-in specs by name.
         options: the config group whose files may name a spec; None if they name classes.
     """
 
@@ -56,25 +56,25 @@ class Registry(Generic[SpecT]):
     _known: dict[Any, SpecT | None] = field(default_factory=dict, init=False)
 
     def installed_names(self) -> tuple[str, ...]:
-        """Return the names that installed packages add to ours; nothing of them is imported."""
+        """Return the names that installed packages add, without importing them."""
         return tuple(sorted(self._installed().keys() - self.built_in.keys()))
 
     def added_names(self) -> tuple[str, ...]:
-        """Return the names that installed packages and ``./conf`` add; nothing is imported."""
+        """Return the names that installed packages and ``./conf`` add, without importing them."""
         added = self._installed().keys() | self.named_in_conf().keys()
         return tuple(sorted(added - self.built_in.keys()))
 
     def named_in_conf(self) -> dict[str, tuple[Path, str]]:
-        """Return the specs that files of ``./conf`` name: name -> the file, and ``module.SPEC``."""
+        """Return the specs named in files of ``./conf``: name -> (file, ``module.SPEC``)."""
         found = named_specs(self.options) if self.options else {}
         return {name: place for name, place in found.items() if _NAME.fullmatch(name)}
 
     def known(self, name: str) -> SpecT | None:
-        """Return the spec of a name, as a record has it; None if there is none here.
+        """Return the spec of a name from a record; None if it does not exist here.
 
         Raises:
-            SetupError: an installed package claims the name, and what it offers cannot be used.
-            ConfigError: a file of ``./conf`` claims it, and what it names cannot be used.
+            SetupError: an installed package provides the name, but its spec is unusable.
+            ConfigError: a file of ``./conf`` provides the name, but its spec is unusable.
         """
         own = self.named_in_conf().get(name)
         key = name if own is None else (name, *own)
@@ -86,9 +86,9 @@ class Registry(Generic[SpecT]):
         """Return the spec of a name that the schema accepts.
 
         Raises:
-            SetupError: an installed package claims the name, and what it offers cannot be used.
-            ConfigError: a file of ``./conf`` claims it, and what it names cannot be used; or one
-                claimed it, and is gone.
+            SetupError: an installed package provides the name, but its spec is unusable.
+            ConfigError: a file of ``./conf`` provides the name, but its spec is unusable or the
+                file no longer exists.
         """
         spec = self.known(name)
         if spec is None:
@@ -96,7 +96,7 @@ class Registry(Generic[SpecT]):
         return spec
 
     def absent(self, name: str, *, where: str) -> ConfigError:
-        """Return the error for a name that is none of ours, and that nothing here adds."""
+        """Return the error for a name that is neither built in nor added here."""
         return ConfigError(
             f"unknown {self.kind}",
             where=where,
@@ -178,11 +178,11 @@ def named_object(place: str, base: type[ObjectT], *, of: str) -> ObjectT:
 
     Args:
         place: ``module:name``.
-        base: the class that it must have.
+        base: the required class.
         of: the spec in words, such as "the quantizer nf4".
 
     Raises:
-        SetupError: it cannot be imported, or is none.
+        SetupError: it cannot be imported, or is not an instance of ``base``.
     """
     found = _imported(place, base, of)
     if not isinstance(found, base):
@@ -217,7 +217,7 @@ def _unusable(place: str, base: type[Any], of: str, found: str) -> SetupError:
 
 
 def target_at(place: str, target: str) -> Any:
-    """Import the object that a target names, searching ``./`` of the working directory first.
+    """Import the object that a target names; the working directory comes first.
 
     Args:
         place: dotted path of the section that names it, for messages.
@@ -276,7 +276,7 @@ def _failed(where: str, target: str, error: Exception) -> ConfigError:
 
 
 def told(error: Exception) -> str:
-    """Return an error of somebody else's code for a message: type, text, and file and line."""
+    """Format an error of third-party code for a message: type, text, file and line."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

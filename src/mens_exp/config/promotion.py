@@ -93,7 +93,7 @@ class CompareConfig:
         }
 
 
-# The limits of the mens trainer (REFERENCE §10).
+# Limits of the mens trainer (REFERENCE §10).
 _FLOORS = {
     "strictness": 0.95,
     "compile_pass_1": 0.90,
@@ -396,7 +396,7 @@ class StudyConfig:
     budget: StudyBudget = section(StudyBudget)
 
     def compared(self, factors: list[str]) -> CompareConfig:
-        """Return the settings of the study's comparison.
+        """Return the settings for the study's comparison.
 
         Args:
             factors: settings and groups that the arms differ in.

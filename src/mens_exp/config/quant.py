@@ -1,7 +1,7 @@
-"""Settings of `quant`, and the quantizers: what planning, rules, records and reports ask of each.
+"""Settings of `quant`, and the quantizer specs used by planning, rules, records and reports.
 
-Nothing here imports torch. The object that loads, dequantizes and describes weights is named by
-:attr:`QuantizerSpec.binding`, and :mod:`mens_exp.quant.binding` imports it.
+Nothing here imports torch. :attr:`QuantizerSpec.binding` names the object that loads, dequantizes
+and describes weights; :mod:`mens_exp.quant.binding` imports it.
 
 An installed package adds a quantizer under the entry point group ``mens_exp.quantizers``
 (:mod:`mens_exp.config.plugins`). Its name is the value of `quant.quant_type`.
@@ -19,37 +19,37 @@ from mens_exp.config.evaluation import OWN_GRAPH_ANSWERS
 from mens_exp.config.fields import Condition, Effect, setting, unless, value_at, when
 from mens_exp.config.plugins import Registry
 
-NESTED_BLOCK = 256  # scales that share a scale in bitsandbytes; asserted in tests/quant
-PATTERNS = ("type_pattern", "block_size_pattern")  # settings that name single modules
+NESTED_BLOCK = 256  # scales per second-level scale in bitsandbytes; asserted in tests/quant
+PATTERNS = ("type_pattern", "block_size_pattern")  # per-module settings
 
 _F32 = 32  # bits of a scale
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizerSpec:
-    """One way to store the base weights; the defaults are those of a quantizer of your own.
+    """The spec of a quantizer; the defaults suit a user's quantizer.
 
     Attributes:
         name: value of `quant.quant_type`, and the name in records.
         binding: ``module:name`` of the :class:`mens_exp.quant.binding.Binding` that loads weights.
-        code_bits: bits of a stored weight without its scales; None is the compute format.
-        in_blocks: whether a block of weights shares a scale, so that blocks divide every width.
-        usual_block: weights of a block where no setting gives another number.
-        is_made_again: whether the values are made again from the published weights and the record
-            of an adapter: merges into them, and attributes their error.
-        starts_adapters: whether an adapter may start from their error.
-        stays_whole: why several processes cannot hold parts of a weight; None where they can.
-        settings: the settings of the `quant` group that it reads, besides its name and the
+        code_bits: bits of a stored weight without its scales; None means the compute format.
+        in_blocks: whether scales are per block of weights, so that blocks must divide every width.
+        usual_block: default block size in weights.
+        is_made_again: whether the values can be recomputed from the published weights and an
+            adapter's record, as merges and error attribution require.
+        starts_adapters: whether an adapter can be initialized from the quantization error.
+        stays_whole: why weights cannot be sharded across processes; None if they can.
+        settings: the settings of the `quant` group that it reads, except its name and the
             compute format.
-        backends: the backends that it stores a base for.
-        weights_per_core_s: weights that one CPU core quantizes in a second; None is unknown.
+        backends: supported backends.
+        weights_per_core_s: weights quantized per second on one CPU core; None if unknown.
         keeps_inputs: whether the backward pass keeps the input of every quantized layer.
-        tolerance: relative difference from rounding between evaluation and training; None is that
+        tolerance: relative rounding difference between evaluation and training; None means that
             of the compute format.
-        differs_elsewhere: why others who load the quantized base may compute something else.
-        package: what has to be installed for it, which is also the name of our extra.
-        keeps_codes: whether the base is published quantized, and its codes are kept: the checkpoint
-            says which layers are quantized, and how.
+        differs_elsewhere: why the quantized base may compute something else in other software.
+        package: the required package, which is also the name of our extra.
+        keeps_codes: whether the published base is already quantized and its codes are kept; the
+            checkpoint defines which layers are quantized, and how.
     """
 
     name: str
@@ -76,32 +76,32 @@ class QuantizerSpec:
 
     @property
     def is_kept(self) -> bool:
-        """Whether its values are those of a loaded base alone, and nothing makes them again."""
+        """Whether its values exist only in a loaded base and cannot be recomputed."""
         return self.is_quantized and not self.is_made_again
 
     def bits_per_weight(
         self, *, compute_bits: int, block: int, double_quant: bool, rows_per_weight: float
     ) -> float:
-        """Return bits of a stored weight with its share of the scales.
+        """Return the bits per stored weight, including its share of the scales.
 
         Args:
-            compute_bits: of a weight in the compute format.
-            block: weights that share a scale.
+            compute_bits: bits per weight in the compute format.
+            block: weights per scale.
             double_quant: whether the scales are quantized.
-            rows_per_weight: rows over weights; a row shares an f32 scale unless blocks do.
+            rows_per_weight: rows divided by weights; without blocks, each row has an f32 scale.
         """
         del double_quant, block
         return compute_bits if self.code_bits is None else self.code_bits + _F32 * rows_per_weight
 
     def loading_arguments(self, *, double_quant: bool) -> str:
-        """Return the arguments of ``from_pretrained`` that load such a base, for a model card."""
+        """Return the arguments of ``from_pretrained`` that load the base, for a model card."""
         del double_quant
         return f"    # quantized as {self.name}, which transformers does not load by itself\n"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _FourBit(QuantizerSpec):
-    """Four bits by blocks (QLoRA, arXiv:2305.14314, section 3)."""
+    """Blockwise 4-bit quantization (QLoRA, arXiv:2305.14314, section 3)."""
 
     binding: str = "mens_exp.quant.bnb:FOUR_BIT"
     code_bits: int | None = 4
@@ -119,10 +119,10 @@ class _FourBit(QuantizerSpec):
     def bits_per_weight(
         self, *, compute_bits: int, block: int, double_quant: bool, rows_per_weight: float
     ) -> float:
-        """Return 4 bits and a share of the block's scale.
+        """Return 4 bits plus a share of the block's scale.
 
-        An f32 scale for each block of 64 is half a bit; quantized to 8 bits, with an f32 scale for
-        256 of them, it is 0.127.
+        An f32 scale per block of 64 adds half a bit; quantized to 8 bits, with an f32 scale per 256
+        scales, it adds 0.127.
         """
         del compute_bits, rows_per_weight
         if double_quant:
@@ -143,7 +143,7 @@ class _FourBit(QuantizerSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class _EightBit(QuantizerSpec):
-    """Eight bits, one f32 scale a row (LLM.int8, arXiv:2208.07339)."""
+    """8-bit quantization with one f32 scale per row (LLM.int8, arXiv:2208.07339)."""
 
     binding: str = "mens_exp.quant.bnb:EIGHT_BIT"
     code_bits: int | None = 8
@@ -165,18 +165,18 @@ class _EightBit(QuantizerSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class _Codebook(QuantizerSpec):
-    """Codes of a list of levels, in plain torch: a reference that every device computes."""
+    """Codebook quantization in plain torch: a reference that runs on every device."""
 
     in_blocks: bool = True
     is_made_again: bool = True
     settings: frozenset[str] = frozenset({"block_size", "skip", *PATTERNS})
     weights_per_core_s: float | None = 1.8e7  # measured: NVFP4, the slowest, on one EPYC core
-    scale_bits: int = _F32  # of a block: its scale, and its zero point if it has one
+    scale_bits: int = _F32  # per block: its scale, and its zero point if any
 
     def bits_per_weight(
         self, *, compute_bits: int, block: int, double_quant: bool, rows_per_weight: float
     ) -> float:
-        """Return the bits of a code as it is stored, and a share of the block's scale in f32."""
+        """Return the bits of a stored code plus a share of the block's f32 scale."""
         del compute_bits, double_quant, rows_per_weight
         assert self.code_bits is not None, "of every codebook"
         return self.code_bits + self.scale_bits / block
@@ -192,10 +192,10 @@ _OF_FORMAT = frozenset({"skip", *PATTERNS})  # the format has its own block
 
 @dataclass(frozen=True, kw_only=True)
 class _Prequantized(QuantizerSpec):
-    """Codes of a checkpoint."""
+    """Codes from a quantized checkpoint."""
 
     def loading_arguments(self, *, double_quant: bool) -> str:
-        """Return a remark: the checkpoint's own config.json says how it is loaded."""
+        """Return a comment: the checkpoint's config.json defines how to load it."""
         del double_quant
         return "    # published quantized: transformers needs the package of its format\n"
 
@@ -212,7 +212,7 @@ class _Unquantized(QuantizerSpec):
     weights_per_core_s: float | None = math.inf
 
     def loading_arguments(self, *, double_quant: bool) -> str:
-        """Return nothing, as transformers loads weights as they are."""
+        """Return nothing: transformers needs no arguments."""
         del double_quant
         return ""
 
@@ -261,7 +261,7 @@ BUILT_IN: dict[str, QuantizerSpec] = {
         _Prequantized(
             name="prequantized",
             binding="mens_exp.quant.prequantized:PREQUANTIZED",
-            code_bits=8,  # at most; the checkpoint says how many
+            code_bits=8,  # at most; depends on the checkpoint
             settings=frozenset(),
             weights_per_core_s=None,
             keeps_codes=True,
@@ -281,12 +281,12 @@ QUANTIZERS = Registry(
 
 
 def names_for(backend: str) -> tuple[str, ...]:
-    """Return the built-in quantizers that store a base for a backend."""
+    """Return the built-in quantizers that support a backend."""
     return tuple(name for name, spec in BUILT_IN.items() if backend in spec.backends)
 
 
 def names_made_again() -> tuple[str, ...]:
-    """Return the built-in quantizers whose values are made again from published weights."""
+    """Return the built-in quantizers whose values can be recomputed from published weights."""
     return tuple(name for name, spec in BUILT_IN.items() if spec.is_made_again)
 
 
@@ -296,7 +296,7 @@ def names_that_read(setting: str) -> tuple[str, ...]:
 
 
 class QuantType(Enum):
-    """Name of a quantizer; :mod:`mens_exp.config.quant` knows what each of them does."""
+    """Name of a quantizer; its :class:`QuantizerSpec` describes it."""
 
     nf4 = "nf4"
     fp4 = "fp4"
@@ -329,7 +329,7 @@ class QuantType(Enum):
         return QUANTIZERS.named(self.value)
 
 
-UNLESS_TOLD = QuantType.nf4  # what 4-bit trainers take
+UNLESS_TOLD = QuantType.nf4  # the default of 4-bit trainers
 
 
 class ComputeDtype(Enum):
@@ -351,7 +351,7 @@ _KEY = "quant.quant_type"
 
 
 def _where_read(name: str, otherwise: Condition) -> Condition:
-    """Return the condition that the quantizer reads a setting; its words are another's."""
+    """Return the condition that the quantizer reads a setting, with the words of `otherwise`."""
 
     def holds(config: Any) -> bool:
         spec = QUANTIZERS.known(value_at(config, _KEY))
@@ -453,11 +453,11 @@ class QuantConfig:
 
     @property
     def spec(self) -> QuantizerSpec:
-        """The quantizer of the modules that no pattern matches."""
+        """The quantizer of modules without a matching pattern."""
         return self.quant_type.spec
 
     def of(self, quant_type: QuantType) -> QuantConfig:
-        """Return the settings of the modules that a pattern gives to a quantizer."""
+        """Return the settings for modules assigned to a quantizer by a pattern."""
         reads = quant_type.spec.settings
         return dataclasses.replace(
             self,
@@ -470,7 +470,7 @@ class QuantConfig:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether base weights are quantized at all."""
+        """Whether any base weights are quantized."""
         return self.spec.is_quantized
 
     @property
@@ -480,5 +480,5 @@ class QuantConfig:
 
 
 def unquantized(compute_dtype: ComputeDtype = ComputeDtype.bf16) -> QuantConfig:
-    """Return the group for base weights in a compute format."""
+    """Return the group for unquantized base weights."""
     return QuantConfig(quant_type=QuantType.none, double_quant=False, compute_dtype=compute_dtype)

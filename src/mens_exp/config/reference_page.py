@@ -1,8 +1,8 @@
 """Generator of docs/reference/configuration, from the schemas and files of the config groups.
 
 ``python -m mens_exp.config.reference_page <directory>`` writes one page per topic, and the page of
-tasks; ``make docs`` calls it. Every key stands once, with an example and a refused value; the
-refusal is the message of the code that checks commands.
+tasks; ``make docs`` calls it. Every key appears once, with an example and a refused value, whose
+message comes from the code that checks commands.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class _Key:
 
 
 def pages() -> dict[str, str]:
-    """Return every page by its file name; deterministic for given schemas and files."""
+    """Return every page by file name; deterministic for given schemas and files."""
     made = {f"{name}.md": _page(name) for name in PAGES}
     return {**made, "index.md": _index(), "tasks.md": _tasks()}
 
@@ -199,7 +199,7 @@ def _options(group: str) -> Iterator[str]:
 
 
 def _root_keys() -> list[_Key]:
-    """Return the keys of the root that belong to no group and no section."""
+    """Return the root keys outside groups and sections."""
     hints = get_type_hints(RunConfig)
     plain = (f for f in dataclasses.fields(RunConfig) if f.name not in our_options())
     return [
@@ -226,7 +226,7 @@ def _group_keys(group: str) -> list[_Key]:
 def _keys(schema: Any, prefix: str) -> Iterator[_Key]:
     hints = get_type_hints(schema)
     for field in dataclasses.fields(schema):
-        if field.name.startswith("_"):  # Hydra reads it
+        if field.name.startswith("_"):  # read by Hydra
             continue
         if dataclasses.is_dataclass(hints[field.name]):
             yield from _keys(hints[field.name], f"{prefix}{field.name}.")
@@ -284,7 +284,7 @@ def _is_learned(one: _Key) -> bool:
 
 
 def _notes(one: _Key) -> list[str]:
-    """Return what is known of a key besides its meaning: setters, conditions, other names."""
+    """Return notes on a key: options that set it, conditions, names in other tools."""
     notes = []
     if one.setters and len(one.setters) < len(our_options()[one.path.partition(".")[0]]):
         notes.append(f"Set by {', '.join(f'`{name}`' for name in one.setters)}.")
@@ -303,7 +303,7 @@ def _needs(schema: Any, name: str) -> list[str]:
 
 
 def _default(several: list[_Key]) -> str:
-    """Return the most frequent default, and those of options that have another one."""
+    """Return the most frequent default, and those of options with another one."""
     by_value: dict[str, list[_Key]] = {}
     for one in several:
         by_value.setdefault(_default_of(one), []).append(one)
@@ -331,7 +331,7 @@ def _default_value(field: dataclasses.Field[Any]) -> Any:
 
 
 def example_of(one: _Key) -> str:
-    """Return an override to show: the declared value, or one that differs from the default."""
+    """Return an example override: the declared one, or a value other than the default."""
     if _SET in one.about.doc:
         group = one.path.partition(".")[0]
         return f"{group}={our_options()[group][0]}"
@@ -358,7 +358,7 @@ def _other_number(default: Any, kind: type, bounds: Range) -> str:
 
 
 def refusal_of(one: _Key) -> tuple[str, str] | None:
-    """Return an override that is refused, and the message; None if any value is accepted."""
+    """Return a refused override and its message; None if any value is accepted."""
     bounds, kind = range_of(one.field), _kind(one.hint)
     if bounds is not None and one.path not in SET_BY_OPTION:
         value = _outside(bounds, kind)
@@ -374,7 +374,7 @@ def refusal_of(one: _Key) -> tuple[str, str] | None:
 
 
 def _outside(bounds: Range, kind: type) -> float:
-    """Return a number just below the range, or above one without a lower bound."""
+    """Return a number just below the range, or just above it without a lower bound."""
     below = bounds.gt
     if below is None and bounds.ge is not None:
         below = math.ceil(bounds.ge) - 1
@@ -385,7 +385,7 @@ def _outside(bounds: Range, kind: type) -> float:
 
 
 def _problems(one: _Key, typed: str) -> list[ConfigError]:
-    """Return the problems of one override, found as those of a command are."""
+    """Return the problems of one override, found by the command checks."""
     override = parsed_override(spelled_out([typed])[0], [])
     assert override is not None
     if one.path.startswith("hydra."):
@@ -395,7 +395,7 @@ def _problems(one: _Key, typed: str) -> list[ConfigError]:
 
 @functools.cache
 def _reference(schema: Any, place: str) -> Any:
-    """Return a configuration that holds the defaults of one schema alone."""
+    """Return a configuration with the defaults of one schema only."""
     reference: Any = OmegaConf.structured(schema)
     for name in reversed(place.split(".") if place else ()):
         reference = {name: reference}
@@ -403,7 +403,7 @@ def _reference(schema: Any, place: str) -> Any:
 
 
 def _kind(hint: Any) -> Any:
-    """Return the type of a hint without its null."""
+    """Return the type of a hint without None."""
     arguments = [one for one in get_args(hint) if one is not type(None)]
     optional = arguments and get_origin(hint) not in {list, dict}
     return arguments[0] if optional else get_origin(hint) or hint
@@ -457,8 +457,8 @@ def _first_line(schema: Any) -> str:
 
 
 def _cell(text: str) -> str:
-    one_line = re.sub(r"<(?=\w)", "&lt;", " ".join(text.split()))  # no tag of HTML
-    one_line = one_line.replace("```", "&#96;" * 3)  # no block of code
+    one_line = re.sub(r"<(?=\w)", "&lt;", " ".join(text.split()))  # not an HTML tag
+    one_line = one_line.replace("```", "&#96;" * 3)  # not a code block
     return re.sub(r"(?<!\\)\|", r"\\|", one_line)
 
 
@@ -482,7 +482,7 @@ def _tasks() -> str:
 
 
 def main() -> None:
-    """Write the pages into the directory that the command names."""
+    """Write the pages into the directory given on the command line."""
     directory = Path(sys.argv[1])
     directory.mkdir(parents=True, exist_ok=True)
     for name, text in pages().items():

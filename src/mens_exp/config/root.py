@@ -99,7 +99,7 @@ _COMPILES = Condition(
 )
 
 
-# Root keys of earlier releases, each with the key of a task that has taken its place.
+# Root keys of earlier releases, each with the task key that replaced it.
 MOVED: dict[str, tuple[str, ...]] = {
     "base_shard": ("merge.base_shard",),
     "factors": ("compare.factors",),
@@ -111,11 +111,11 @@ MOVED: dict[str, tuple[str, ...]] = {
 
 
 def moved_to(key: str, task: str | None) -> str:
-    """Return the present name of a key in :data:`MOVED`: that of the task, where several have one.
+    """Return the current name of a key in :data:`MOVED`; if there are several, the task's.
 
     Args:
-        key: as earlier releases have it.
-        task: the task's name; None where it is not known.
+        key: the key in earlier releases.
+        task: the task's name; None if unknown.
     """
     places = MOVED[key]
     return next((place for place in places if place.startswith(f"{task}.")), places[0])
@@ -343,11 +343,11 @@ class RunConfig:
 
     @property
     def loggers(self) -> dict[str, LoggerConfig]:
-        """The loggers by the names of their options; empty with logger=none."""
+        """The loggers by option name; empty with logger=none."""
         chosen = self.logger if isinstance(self.logger, dict) else {self.logger.sink: self.logger}
         return {name: one for name, one in chosen.items() if not isinstance(one, NoLogger)}
 
     @property
     def wandb(self) -> WandbLogger | None:
-        """The settings of the W&B mirror, if it is one of the loggers."""
+        """The settings of the W&B mirror; None without it."""
         return next((one for one in self.loggers.values() if isinstance(one, WandbLogger)), None)

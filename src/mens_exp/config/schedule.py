@@ -15,7 +15,7 @@ _DECIMALS = 9  # precision of fraction * steps: 0.07 * 100 is 7.000000000000001
 
 
 class ScheduleKind(Enum):
-    """Name of a schedule of ours."""
+    """Name of a built-in schedule."""
 
     cosine = "cosine"
     linear = "linear"
@@ -63,15 +63,15 @@ class ScheduleConfig(AnySchedule):
 
     @property
     def usual_warmup_frac(self) -> float:
-        """The share of the run that is warm-up where no setting says it."""
+        """The default warm-up fraction of the run."""
         return DEFAULT_WARMUP_FRAC
 
     def multiple(self, step: int, total_steps: int) -> float:
         """Return the learning rate of optimizer step ``step`` (from 0) as a fraction of the peak.
 
-        Warm-up step ``i`` has the fraction ``(i + 1) / warmup_steps``, so that the first step is
-        not zero and the last warm-up step has the peak rate. The decay then runs from the peak, at
-        the first step after warm-up, towards zero, which would be reached at step ``total_steps``.
+        Warm-up step ``i`` has the fraction ``(i + 1) / warmup_steps``, so the first step is not
+        zero and the last warm-up step has the peak rate. The decay starts at the peak, at the first
+        step after warm-up, and would reach zero at step ``total_steps``.
         """
         warmup = warmup_steps(self, total_steps) or 0
         if step < warmup:
@@ -140,7 +140,7 @@ class WsdConfig(ScheduleConfig):
         return math.ceil(round(self.decay_frac * total_steps, _DECIMALS))
 
     def _after_warmup(self, step: int, warmup: int, total_steps: int) -> float:
-        del warmup  # a decay that would begin within it begins after it, further down
+        del warmup  # a decay that overlaps warm-up starts after it, at a lower rate
         steps = self.decay_steps(total_steps)
         passed = step - (total_steps - steps)
         if passed <= 0:
@@ -179,7 +179,7 @@ class OneCycleConfig(ScheduleConfig):
         return 0.3
 
     def multiple(self, step: int, total_steps: int) -> float:
-        """Return the rate of a step as a fraction of the peak, which the last warm-up step has."""
+        """Return the rate of a step as a fraction of the peak, reached at the last warm-up step."""
         peak, last = (warmup_steps(self, total_steps) or 1) - 1, total_steps - 1
         if step < peak:
             return _between(1 / self.div_factor, 1.0, step / peak)
@@ -207,7 +207,7 @@ class LrRangeConfig(ScheduleConfig):
 
     @property
     def usual_warmup_frac(self) -> float:
-        """It has none."""
+        """Zero: there is no warm-up."""
         return 0.0
 
     def multiple(self, step: int, total_steps: int) -> float:
@@ -218,7 +218,7 @@ class LrRangeConfig(ScheduleConfig):
 
 
 def _between(first: float, last: float, share: float) -> float:
-    """Return a value on half a cosine from one to another."""
+    """Interpolate between two values on half a cosine."""
     return last + (first - last) * (1 + math.cos(math.pi * share)) / 2
 
 
@@ -235,7 +235,7 @@ SCHEDULES: dict[str, type[ScheduleConfig]] = {
 def warmup_steps(schedule: AnySchedule, total_steps: int) -> int | None:
     """Return the number of warm-up steps in a run of ``total_steps`` optimizer steps.
 
-    None for a class of the user's, which tells nothing of it.
+    None (unknown) for a user's class.
     """
     if not isinstance(schedule, ScheduleConfig):
         return None

@@ -34,10 +34,10 @@ class Space:
 def read_space(texts: Sequence[str]) -> Space:
     """Split a command into sampled dimensions and overrides fixed for all trials.
 
-    ``a,b``, ``choice(a,b)`` and ``glob(…)`` are choices. ``range(1,9)`` is a range of integers,
-    which excludes its end as everywhere in Hydra. ``interval(0.1,1)`` is a range of real numbers
-    and ``int(interval(1,64))`` one of integers; both include their ends. ``tag(log,…)`` samples
-    uniformly in the logarithm.
+    ``a,b``, ``choice(a,b)`` and ``glob(…)`` are choices. ``range(1,9)`` is a range of integers
+    without its end, as in Hydra. ``interval(0.1,1)`` is a range of reals and
+    ``int(interval(1,64))`` a range of integers, both with their ends. ``tag(log,…)`` samples
+    log-uniformly.
     """
     dimensions: list[Dimension] = []
     fixed: list[str] = []
@@ -69,7 +69,7 @@ def _digits(dimension: Dimension, value: str | float) -> str:
     low, high = dimension["low"], dimension["high"]
     assert low is not None, "a number has two ends"
     assert high is not None, "a number has two ends"
-    # A step's multiples are inexact in binary; twelve digits give the intended number.
+    # Multiples of a step are inexact in binary; twelve digits give the intended number.
     short = f"{value:.12g}" if dimension["step"] is not None else f"{value:.6g}"
     return short if low <= float(short) <= high else repr(value)
 

@@ -1,7 +1,7 @@
-"""Suggest what a mistyped command means: our key for another tool's name, or the nearest one.
+"""Suggest corrections for mistyped commands: our key for another tool's name, or the nearest key.
 
-Aliases are the names that other fine-tuners document for settings that exist here, so that an
-error message can suggest ours. A name used by several tools covers all of them.
+Aliases are names of equivalent settings in other fine-tuners, so that an error message can suggest
+ours. One alias covers all tools that use the name.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ NO_KEY = "is not a key of the chosen"
 _ALL_KEYS = (
     "a key that python -m mens_exp --cfg job shows; docs/reference/configuration explains each"
 )
-_SURE = 0.75  # difflib's likeness of a key that is suggested for another group's; unverified guess
-_LIKE = 0.6  # of two names, above which one is proposed to be written (a rough choice)
+_SURE = 0.75  # difflib ratio for suggesting a key of another group; unverified guess
+_LIKE = 0.6  # difflib ratio above which a name is suggested as the correction (a rough choice)
 _ROWS = (".jsonl", ".json", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow", ".csv", ".csv.gz")
 
 
 def unknown_key(key: str, found: str, leaves: Sequence[str]) -> ConfigError:
-    """Return the error for a key that does not exist, with the likeliest one.
+    """Return the error for a key that does not exist, with the most likely key.
 
     Args:
         key: the key.
@@ -79,7 +79,7 @@ def unknown_key(key: str, found: str, leaves: Sequence[str]) -> ConfigError:
 
 
 def _of_the_trainer(key: str, found: str, value: str) -> ConfigError | None:
-    """Return an error for an argument of the Trainer that is refused, or is a group here."""
+    """Return an error for a Trainer argument that is refused, or is a config group here."""
     field = key.partition(".")[2]
     if field in REFUSED:
         return REFUSED[field].error(key, found)
@@ -110,7 +110,7 @@ def _class(key: str, found: str) -> ConfigError | None:
 
 
 def _inside_class(key: str, found: str) -> ConfigError | None:
-    """Return an error for an argument of a Trainer's class where no class is named."""
+    """Return an error for an argument of a class in the Trainer's settings without a class."""
     group, name, *inside = [*key.split("."), ""][:3]
     if group != "trainer" or name not in BY_CLASS or inside == [""]:
         return None
@@ -124,7 +124,7 @@ def _inside_class(key: str, found: str) -> ConfigError | None:
 
 
 def _callback(key: str, found: str) -> ConfigError | None:
-    """Return an error for a callback that is named by its class, as Hydra's users add objects."""
+    """Return an error for a callback added by class, the usual form in Hydra projects."""
     match = re.fullmatch(r"callbacks\.(\w+)\._target_", key)
     if match is None:
         return None
@@ -139,7 +139,7 @@ def _callback(key: str, found: str) -> ConfigError | None:
 
 
 def _of_one_logger(group: str, field: str, leaves: Sequence[str]) -> str | None:
-    """Return the key of the logger that has the field, if there are several loggers."""
+    """Return the key of the logger with the field, if there are several loggers."""
     if group != "logger" or "logger.sink" in leaves:
         return None
     inside = re.compile(rf"logger\.\w+\.{re.escape(field)}")
@@ -147,7 +147,7 @@ def _of_one_logger(group: str, field: str, leaves: Sequence[str]) -> str | None:
 
 
 def _alias(key: str, found: str) -> ConfigError | None:
-    """Return an error that names our equivalent if the key is another fine-tuner's setting."""
+    """Return an error that names our equivalent if the key is from another fine-tuner."""
     peer = alias_of(key)
     if peer is None:
         return None
@@ -169,10 +169,10 @@ def _alias(key: str, found: str) -> ConfigError | None:
 
 
 def _expected_key(key: str, leaves: Sequence[str]) -> tuple[str, list[str]]:
-    """Say which keys could have been meant: siblings, else keys with the same last name.
+    """Suggest keys for an unknown one: siblings, or else keys with the same last part.
 
     Returns:
-        The clause for the message, and the keys that are probably meant.
+        The clause for the message, and the most likely keys.
     """
     beside: list[str] = []
     parent = key
@@ -180,9 +180,9 @@ def _expected_key(key: str, leaves: Sequence[str]) -> tuple[str, list[str]]:
         parent = parent.rpartition(".")[0]
         beside = [leaf for leaf in leaves if leaf.startswith(f"{parent}.")]
     if beside:
-        # The shared beginning says nothing: `precision` is not like `devices`.
+        # Compare last parts only, because the shared prefix makes all siblings similar.
         ends = {leaf[len(parent) + 1 :]: leaf for leaf in beside}
-        peer = alias_of(key.replace(".", "_"))  # lora.rank is others' lora_rank
+        peer = alias_of(key.replace(".", "_"))  # lora.rank is lora_rank in other tools
         close = ends.get(nearest(key[len(parent) + 1 :], ends) or "")
         if peer is not None and peer.ours in beside:
             close = peer.ours
@@ -193,7 +193,7 @@ def _expected_key(key: str, leaves: Sequence[str]) -> tuple[str, list[str]]:
     namesakes = [leaf for leaf in leaves if leaf.rpartition(".")[2] == last]
     if namesakes:
         return f"the whole path, {' or '.join(namesakes)}", namesakes
-    by_depth = sorted(leaves, key=lambda leaf: -leaf.count("."))  # the highest of a name wins
+    by_depth = sorted(leaves, key=lambda leaf: -leaf.count("."))  # the shallowest key wins
     names = {leaf.rpartition(".")[2]: leaf for leaf in by_depth} | {g: g for g in group_options()}
     near = nearest(last, names, cutoff=_SURE)
     if near is not None:
@@ -213,20 +213,20 @@ def options_with(group: str, field: str) -> list[str]:
     if not any(field in schema.__dataclass_fields__ for schema in schemas.values()):  # type: ignore[attr-defined]
         return []
     owners = [c for c in _options_of(group) if field in c.values[group].keys()]  # noqa: SIM118
-    # First the options that leave the key to the user, then those that set it themselves.
+    # First the options that leave the key to the user, then those that set it.
     owners.sort(key=lambda cell: not OmegaConf.is_missing(cell.values[group], field))
     return [owner.choices[group] or "" for owner in owners]
 
 
 def _options_of(group: str) -> Iterator[Composed]:
-    """Yield the options of a group, but for those that cannot be read: no request is for them."""
+    """Yield the options of a group, except unreadable ones, which the command does not use."""
     for option in group_options()[group]:
         with suppress(MensError):
             yield from compose([[f"{group}={option}"]])
 
 
 def meant_by(text: str) -> str | None:
-    """Return what to write instead of a text that is no override; None if nothing is likely."""
+    """Suggest a replacement for a text that is not an override."""
     flagless = text.lstrip("-")
     if text in TASKS:
         more = ", or nothing: it is the default" if text == "train" else ""
@@ -254,11 +254,11 @@ _WORDS = {
 
 
 def of_flag(flag: str, value: str | None) -> str | None:
-    """Return the override that a flag of another command line stands for; None if none is likely.
+    """Return the override equivalent to another command line's flag; None if none is likely.
 
     Args:
         flag: as typed, such as ``--epochs`` or ``--epochs=3``.
-        value: the argument after it, if that is no flag or override.
+        value: the argument after it, unless that is a flag or an override.
     """
     name, _, inside = flag.lstrip("-").replace("-", "_").partition("=")
     given = inside or value or "…"
@@ -292,7 +292,7 @@ class Alias:
     Attributes:
         ours: the equivalent key or group here; None if there is none.
         used_by: the tools that use the name.
-        how: what to write instead, where a key alone would not suffice.
+        how: the replacement, if a key alone is not enough.
     """
 
     ours: str | None
@@ -307,7 +307,7 @@ _PEFT = "PEFT"
 _BNB = "bitsandbytes"
 _UN = "Unsloth"
 
-# Names that match no single setting here exactly; the rest are in the declarations.
+# Names without an exact equivalent here; the rest are in the declarations.
 _OTHERS: dict[str, Alias] = {
     "adam_beta1": Alias("optim.betas", _HF, "optim.betas=[<beta1>,<beta2>]"),
     "adam_beta2": Alias("optim.betas", f"{_HF} and {_AX}", "optim.betas=[<beta1>,<beta2>]"),

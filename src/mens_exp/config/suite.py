@@ -1,6 +1,6 @@
-"""Settings of `suite`, and the suites: what planning, rules, tasks and reports ask of each.
+"""Settings of `suite`, and the suite specs used by planning, rules, tasks and reports.
 
-The object that freezes the items and judges answers is named by :attr:`SuiteSpec.suite`; it extends
+:attr:`SuiteSpec.suite` names the object that freezes the items and judges answers; it extends
 :class:`mens_exp.evals.suite.Suite`. An installed package adds a suite under the entry point group
 ``mens_exp.suites`` (:mod:`mens_exp.config.plugins`). Its name is the value of `suite.name`.
 """
@@ -45,7 +45,7 @@ class SuiteConfig:
 
     @property
     def unscored(self) -> NoSuite | None:
-        """The settings of answers that are only read; None where the suite scores."""
+        """The settings of answers that are not scored; None if the suite scores answers."""
         return None
 
 
@@ -206,24 +206,24 @@ class ScorecardSpecSuite(SuiteConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteSpec:
-    """One suite; the defaults are those of a suite of your own with frozen items.
+    """The spec of a suite; the defaults suit a user's suite with frozen items.
 
     Attributes:
         name: value of `suite.name`, and the name in records.
         schema: its settings.
-        suite: ``module:name`` of the class that freezes the items and judges answers; None where
+        suite: ``module:name`` of the class that freezes the items and judges answers; None if
             nothing is scored.
-        executes: whether it executes what models write, and so needs a sandbox.
+        executes: whether it executes model output and needs a sandbox.
         measures_success: whether it judges more than whether an answer parses.
-        from_rows: whether its items are rows that the run holds out.
-        path: the kind of path that it must be given, ``file`` or ``directory``; None for none.
-        asked_by: the program that asks and judges by itself, in words; None where we ask.
+        from_rows: whether its items are held-out rows of the run.
+        path: the kind of path that it requires, ``file`` or ``directory``; None for none.
+        asked_by: the external program that generates and judges answers, in words; None if we do.
         brings_models: whether its file names the models to score.
-        settles: settings of `eval` that it decides by itself, and so without effect.
+        settles: settings of `eval` that it fixes, and that have no effect.
         settled_by: completes the refusal of such a setting.
-        figures: whether it states figures of its own, in addition to our KPIs.
-        language: language of its answers as training rows; None where they are no code.
-        title: what its answers are called in reports; None names the suite.
+        figures: whether it reports metrics in addition to our KPIs.
+        language: language of its answers as training rows; None if they are not code.
+        title: the name of its answers in reports; None names the suite.
     """
 
     name: str
@@ -248,11 +248,11 @@ class SuiteSpec:
 
     @property
     def has_items(self) -> bool:
-        """Whether its items depend on its own settings alone."""
+        """Whether its items depend only on its own settings."""
         return self.suite is not None and not self.from_rows and not self.brings_models
 
     def reads_files(self, settings: Any) -> bool:
-        """Return whether there are files to be read before any work."""
+        """Return whether files must be read before the work starts."""
         return getattr(settings, "path", None) is not None
 
     def is_yours(self, settings: Any) -> bool:
@@ -266,7 +266,7 @@ class SuiteSpec:
         return None
 
     def problems(self, settings: Any, task: str) -> Iterator[ConfigError]:
-        """Yield the problems of its own settings in a task."""
+        """Yield the problems of its settings in a task."""
         del settings, task
         yield from ()
 
@@ -275,7 +275,7 @@ class _Benchmark(SuiteSpec):
     """HumanEval: the package's own file, unless another one is named."""
 
     def reads_files(self, settings: Any) -> bool:
-        """Return true: the tasks are in a file, named or not."""
+        """Return true: the tasks are always in a file, by default the package's."""
         del settings
         return True
 
@@ -285,7 +285,7 @@ class _Benchmark(SuiteSpec):
 
 
 class _Yours(SuiteSpec):
-    """Tasks in a file of the user's own."""
+    """Tasks in a user's file."""
 
     def is_yours(self, settings: Any) -> bool:
         """Return true."""
@@ -294,7 +294,7 @@ class _Yours(SuiteSpec):
 
 
 class _Rows(_Yours):
-    """The user's rows, which may be judged by a function of the user's."""
+    """A user's rows, optionally judged by a user's function."""
 
     def function(self, settings: Any) -> str | None:
         """Return the named function."""
@@ -302,7 +302,7 @@ class _Rows(_Yours):
         return found
 
     def problems(self, settings: Any, task: str) -> Iterator[ConfigError]:
-        """Yield a missing function, and a task that may not call one."""
+        """Yield an error for a missing function, or for a task that may not call one."""
         if settings.check is not JsonlCheck.function:
             return
         if settings.function is None:
@@ -312,7 +312,7 @@ class _Rows(_Yours):
                 expected="<file>.py:<name>",
             )
         if task != "evaluate":
-            # A stored configuration may come from someone else, and must not name code to be run.
+            # A stored configuration may come from someone else, and must not name code to run.
             yield ConfigError(
                 "only task=evaluate calls a function of yours",
                 where="suite.check",
@@ -393,11 +393,11 @@ SUITES = Registry(
 
 
 def title_of(name: str | None) -> str:
-    """Return what the answers to a suite are called in reports; None is the usual suite."""
+    """Return the name of a suite's answers in reports; None means the default suite."""
     spec = SUITES.known(HeldoutSyntaxSuite().name if name is None else name)
     return f"Answers to {name}" if spec is None or spec.title is None else spec.title
 
 
 def by_suite(condition: Condition, holds: Callable[[SuiteSpec], bool]) -> Condition:
-    """Return a condition on the suite's name, asked of the suite instead; its words stay."""
+    """Replace the predicate of a condition on the suite's name, and keep its words."""
     return dataclasses.replace(condition, holds=lambda config: holds(config.suite.spec))

@@ -16,7 +16,7 @@ LOCAL_LAUNCHER = "local"
 
 
 class Invalid(Enum):
-    """The treatment of cells that are known in advance to fail."""
+    """The treatment of cells that are known to fail before they start."""
 
     error = "error"
     skip = "skip"
@@ -174,7 +174,7 @@ class PluginLauncher:
 
     Attributes:
         option: its option of hydra/launcher.
-        settings: its node of Hydra's configuration; interpolations are resolved where it runs.
+        settings: its node in Hydra's configuration; interpolations are resolved at launch.
     """
 
     option: str
@@ -288,7 +288,7 @@ def search_settings(node: dict[str, Any]) -> OptunaSweeper:
     return OptunaSweeper(**{one.name: node[one.name] for one in fields(OptunaSweeper)})
 
 
-IN_ORDER = "basic"  # the sweeper that takes the cells of the command, in its order
+IN_ORDER = "basic"  # the sweeper that runs the cells of the command in order
 
 
 def sweeper_of(texts: Sequence[str]) -> str:

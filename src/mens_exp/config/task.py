@@ -285,7 +285,7 @@ NAMES_BASE = replace(
 )
 WRITES_MERGED = _writes(ExportKind.merged)
 WRITES_WEIGHTS = _writes(ExportKind.adapter, ExportKind.merged)
-# The deltas of adapter formats are compared directly; any other graph is run on a text.
+# The deltas of adapter formats are compared directly; any other graph is evaluated on a text.
 RUNS_GRAPH = unless("format", "bundle", "v2", "v3", tasks=EXPORT)
 
 

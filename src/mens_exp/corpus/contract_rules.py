@@ -1,4 +1,4 @@
-"""The limits of the data contract; each violation states the figure and the remedy."""
+"""The limits of the data contract; each violation states the value and the remedy."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from mens_exp.rows.documents import Labelling
 
 _SETTINGS = "data.contract"
-_MOST_OFF = 2  # rows; under a budget of tokens the last rows drawn leave a source that far behind
+_MOST_OFF = 2  # rows a source may miss its share by; a token budget ends between two rows
 _SHOW = "look at task=plan data.show=3"
 
 
 def of_tokens(part: TokenPart, limits: ContractConfig, labelling: Labelling) -> Iterator[GateError]:
-    """Yield violations by the training documents."""
+    """Yield violations in the training documents."""
     rows = labelling.rows
-    ends = rows.as_rendered  # it learns a few tokens by design, and adds no end marker
+    ends = rows.as_rendered  # supervises few tokens by design and adds no end marker
     if part["trained_frac"] < limits.min_supervised_frac and not ends:
         yield GateError(
             "too few tokens are learned",
@@ -92,7 +92,7 @@ def of_tokens(part: TokenPart, limits: ContractConfig, labelling: Labelling) -> 
 
 
 def notes_of_tokens(part: TokenPart, labelling: Labelling) -> Iterator[str]:
-    """Yield notes that cause no refusal."""
+    """Yield notes, which do not refuse the run."""
     if not labelling.rows.as_rendered and part["ends"] == 0:
         yield (
             f"no document's answer ends within data.seq_len={labelling.seq_len}: "
@@ -106,7 +106,7 @@ def _foreign(part: TokenPart) -> int:
 
 
 def of_rows(part: RowsPart, limits: ContractConfig) -> Iterator[GateError]:
-    """Yield violations by the rows."""
+    """Yield violations in the rows."""
     if part["groups_on_two_sides"]:
         yield GateError(
             "rows of one group are in both training and evaluation",
@@ -152,7 +152,7 @@ def of_rows(part: RowsPart, limits: ContractConfig) -> Iterator[GateError]:
 
 
 def notes_of_overlap(part: OverlapPart, limits: ContractConfig) -> Iterator[str]:
-    """Yield a note on an overlap with rows that no suite of the run scores."""
+    """Yield a note on an overlap with rows that the run does not score."""
     if part["contained_frac"] > limits.max_overlap_frac:
         yield (
             f"{part['contained']} of {part['items']} items of {part['against']} have half of their "
@@ -161,7 +161,7 @@ def notes_of_overlap(part: OverlapPart, limits: ContractConfig) -> Iterator[str]
 
 
 def of_overlap(part: OverlapPart, limits: ContractConfig) -> Iterator[GateError]:
-    """Yield violations by the overlap with what a suite scores."""
+    """Yield violations of the limit on overlap with scored items."""
     if part["contained_frac"] > limits.max_overlap_frac:
         worst = part["worst"][0]
         yield GateError(
@@ -176,12 +176,12 @@ def of_overlap(part: OverlapPart, limits: ContractConfig) -> Iterator[GateError]
 
 
 def _ceiled(frac: float) -> float:
-    """Return a share rounded up to percent, as a limit that is kept."""
+    """Return a fraction rounded up to a full percent, as a limit that admits it."""
     return math.ceil(frac * 100) / 100
 
 
 def of_probe(part: ProbePart) -> Iterator[GateError]:
-    """Yield failures of the probes before step 1."""
+    """Yield failures of the probes that run before step 1."""
     limit = part["tolerance"]
     expected = f"at most {limit:g}"
     report = "report this with the model and the backend"

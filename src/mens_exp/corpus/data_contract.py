@@ -1,6 +1,6 @@
-"""Parts of the data contract: statistics of the rows alone, and of their tokens.
+"""Parts of the data contract: statistics of the rows and of their tokens.
 
-The token part is computed once per encoding, and stored with it.
+The token part is computed once per encoding and stored with it.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ if TYPE_CHECKING:
     from mens_exp.rows.roles import PieceEncoder, RoleCounts
     from mens_exp.rows.schema import TrainingPair
 
-CONTAINED = 0.5  # share of an item's n-grams that makes a row have it; unverified guess
-_PROMPTS = 16  # documents whose prompts are compared: a template that differs, differs for all
-_MOST_ROWS = 2048  # to find them among
+CONTAINED = 0.5  # share of an item's n-grams above which a row contains it; unverified guess
+_PROMPTS = 16  # documents whose prompts are compared: a wrong template affects all of them
+_MOST_ROWS = 2048  # searched for these documents
 _MOST_TOLD = 5
-MOST_ITEMS: Final = 10_000  # of a benchmark of held-out rows; measured: 300 MB, of 100 words each
-_AT_ONCE: Final = 16_384  # rows held together; unverified guess
+MOST_ITEMS: Final = 10_000  # held-out rows indexed; measured: 300 MB at 100 words each
+_AT_ONCE: Final = 16_384  # rows per batch; unverified guess
 
 
 class PromptEncoder(Protocol):
-    """The part of a tokenizer that evaluation uses."""
+    """The part of the tokenizer interface that evaluation uses."""
 
     def encode_prompts(self, conversations: Sequence[list[dict[str, str]]]) -> list[list[int]]:
-        """Encode conversations up to where the assistant begins."""
+        """Encode conversations up to the start of the assistant's reply."""
 
 
 def rows_part(
     rows: Rows, documents: Encoded, encoder: PromptEncoder, labelling: Labelling
 ) -> RowsPart:
-    """Compute the part of the contract that depends on rows alone.
+    """Compute the row statistics of the contract.
 
     Args:
         rows: the rows of all sides.
         documents: the encoded training rows.
-        encoder: the tokenizer that evaluation will use.
-        labelling: the labelling used for the documents.
+        encoder: the tokenizer of the evaluation.
+        labelling: the labelling of the documents.
     """
     trained = _trained(rows.train)
     apart = 0
@@ -80,7 +80,7 @@ def rows_part(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Trained:
-    """The known facts of the rows to train on: 64 bits of their ids and groups, each once."""
+    """Distinct 64-bit prefixes of the training rows' ids and groups, and counts."""
 
     ids: HashPrefixes
     groups: HashPrefixes
@@ -108,7 +108,7 @@ def _trained(pairs: Iterable[TrainingPair]) -> _Trained:
 
 
 def _known(pairs: Iterable[TrainingPair], trained: _Trained) -> tuple[int, set[str]]:
-    """Count rows that are trained on, and return the groups that are."""
+    """Return the number of rows, and the groups, that also occur in the training rows."""
     rows = 0
     rest = iter(pairs)
     groups: set[str] = set()
@@ -122,7 +122,7 @@ def _known(pairs: Iterable[TrainingPair], trained: _Trained) -> tuple[int, set[s
 
 
 def heldout_part(rows: Rows) -> OverlapPart | None:
-    """Compare training rows with held-out rows, or with a sample of them if there are many."""
+    """Compare training rows with held-out rows, or with a sample of at most `MOST_ITEMS`."""
     count, against = len(rows.heldout), "the held-out rows"
     if not count:
         return None
@@ -143,10 +143,10 @@ def overlap_part(
     """Compare training rows with a benchmark.
 
     Args:
-        train: the rows.
-        items: id and text of each item, prompt and reference together.
+        train: the training rows.
+        items: id and text (prompt and reference) of each item.
         against: name of the benchmark, for the record.
-        by_functions: also match the items' Python functions under other names.
+        by_functions: also match Python functions that were renamed.
     """
     index = OverlapIndex(items, by_functions=by_functions)
     worst: dict[str, Clash] = {}
@@ -177,7 +177,7 @@ def overlap_part(
 
 
 def _repeats(pair: TrainingPair) -> bool:
-    """Return whether a conversation gives an answer again, word for word."""
+    """Return whether a conversation repeats an answer verbatim."""
     answers = [normalised(said) for _, said in pair.exchanges]
     return len(set(answers)) < len(answers)
 
@@ -185,13 +185,13 @@ def _repeats(pair: TrainingPair) -> bool:
 def _prompts(
     train: Sequence[TrainingPair], documents: Encoded, encoder: PromptEncoder, labelling: Labelling
 ) -> tuple[int, int]:
-    """Compare the beginnings of the first documents with what evaluation would give the model.
+    """Compare the beginnings of the first documents with the prompts of evaluation.
 
     Returns:
-        How many were compared, and how many begin otherwise. None is compared where documents begin
-        otherwise by design, where a plain text cannot be told from a conversation because every
-        token of both is learned, or where so many rows have nothing to learn that the first
-        documents' rows would be a long search.
+        The number compared, and the number that differ. None are compared if documents differ by
+        design, if plain texts cannot be distinguished from conversations because every token of
+        both is supervised, or if too many rows without supervised tokens would have to be searched
+        for the rows of the first documents.
     """
     rows = _PROMPTS + documents.dropped
     if rows > _MOST_ROWS or not labelling.rows.follows_prompts:
@@ -207,9 +207,9 @@ def _prompts(
         part = slice(documents.offsets[number], documents.offsets[number + 1])
         ids = tuple(documents.ids[part].tolist())
         if len(ids) >= labelling.document_tokens:
-            continue  # it may have been cut anywhere
+            continue  # possibly truncated
         if has_texts and _last_answer(documents.supervised[part]) == 1:
-            continue  # of a plain text, before which nothing is asked
+            continue  # a plain text, which has no prompt
         checked += 1
         if labelling.rows.only_answers:
             otherwise += ids[: _last_answer(documents.supervised[part])] not in prompts
@@ -219,12 +219,12 @@ def _prompts(
 
 
 def _last_answer(learned: np.ndarray) -> int:
-    """Return where the last stretch of learned tokens begins."""
+    """Return the start of the last run of supervised tokens."""
     return int(np.flatnonzero(learned & ~np.append(False, learned[:-1]))[-1])
 
 
 def _mix_off(mixed: dict[str, Any] | None) -> float | None:
-    """Return by how many rows the source furthest from its exact share is off."""
+    """Return the largest deviation, in rows, of a source from its exact share."""
     if mixed is None:
         return None
     sources = mixed["sources"].values()
@@ -241,7 +241,7 @@ _OF_ROLES = (
 
 
 def known_token_part(cache: Path, key: CacheKey, counts: TokenCounts) -> StoredTokens | None:
-    """Return the token part of an encoding, or None where none was kept, or none that is whole."""
+    """Return the stored token part of an encoding; None if it is missing, stale or damaged."""
     try:
         stored = StoredTokens.read(_path(cache, key))
     except (DataError, Problems):
@@ -263,10 +263,10 @@ def token_part(
     Args:
         pairs: the rows.
         documents: the encoded rows.
-        encoder: the tokenizer used for them.
+        encoder: the tokenizer of the encoding.
         cache: the cache directory.
-        key: key of the encoding.
-        counts: counts of the encoding.
+        key: cache key of the encoding.
+        counts: token counts of the encoding.
     """
     known = known_token_part(cache, key, counts)
     if known is not None:
@@ -277,7 +277,7 @@ def token_part(
         left = roles.left_of_too_long
     else:
         cut, left = pairs, counts.supervised_tokens
-    # Rows that were cut meet other rows here, whose answers may be shorter (objective=kto).
+    # objective=kto pairs truncated rows with answers of other rows, which may be shorter.
     lost = max(supervised_tokens(cut, encoder, key.labelling) - left, 0)
     made = StoredTokens(
         encoding_sha256=counts.sha256,

@@ -1,8 +1,8 @@
 """Training pairs from source files: Python definitions, Rust items, Markdown code blocks.
 
-For Python and Rust, the prompt is the signature and the documentation, and the response is the
-source without the documentation, so that text already in the prompt is not trained as an answer.
-For Markdown, the prompt is the text before a block: its heading and the preceding paragraph.
+For Python and Rust, the prompt is the signature and the documentation. The response is the source
+without the documentation, so that text in the prompt is not supervised as an answer. For Markdown,
+the prompt is the text before a block: its heading and the preceding paragraph.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ def python_pairs(
 ) -> list[TrainingPair]:
     """Extract a pair from every documented function and method of a file.
 
-    Functions within functions are part of the outer one and make no pair of their own.
+    Nested functions are part of the outer function and make no separate pair.
 
     Args:
-        text: the file's source, line ends made newlines.
+        text: the file's source with normalized newlines.
         module: its dotted name, for the prompts.
         group: the group of every pair.
         category: the category of every pair.
-        dropped: counts, by reason, what was not taken; added to.
-        classes: make a pair of every documented class too, before those of its methods.
-        language: the language of every pair; None leaves it untold.
+        dropped: counter of skipped definitions by reason; updated in place.
+        classes: also make a pair of every documented class, before those of its methods.
+        language: the language of every pair; None leaves it unset.
 
     Returns:
-        The pairs, in the order of the file.
+        The pairs in file order.
     """
     tree = parse(text)
     if tree is None:
@@ -94,13 +94,13 @@ def _task(node: DefinitionNode, owner: str, module: str) -> str:
 
 
 class _UnfitError(Exception):
-    """A definition makes no pair; the argument is the reason, a key of the counts."""
+    """A definition cannot become a pair; the argument is the reason, a key of `dropped`."""
 
 
 def _definitions(
     node: ast.AST, owner: str, *, classes: bool
 ) -> Iterator[tuple[DefinitionNode, str]]:
-    """Yield definitions with the dotted name of their module or class, in source order."""
+    """Yield definitions with the dotted name of their parent, in source order."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, FunctionNode):
             yield child, owner
@@ -114,7 +114,7 @@ def _definitions(
 
 
 def _docstring(node: DefinitionNode) -> str:
-    """Return the docstring of a definition that is one to learn from."""
+    """Return the docstring of a definition that is suitable for training."""
     if node.name.lstrip("_").lower().startswith("test"):
         raise _UnfitError("test")
     docstring = (ast.get_docstring(node) or "").strip()
@@ -143,7 +143,7 @@ def _response(lines: list[str], node: DefinitionNode) -> tuple[str, DefinitionNo
 
 
 def _is_text(docstring: str) -> bool:
-    """Return whether a file of UTF-8 lines can hold it: escapes may spell what none can."""
+    """Return whether a docstring is valid UTF-8 text; escapes can produce NUL or surrogates."""
     return "\0" not in docstring and not any("\ud800" <= char <= "\udfff" for char in docstring)
 
 
@@ -160,7 +160,7 @@ def _is_stub(statement: ast.stmt) -> bool:
 
 
 def _python_body_lines(text: str, node: DefinitionNode) -> int:
-    """Count the lines of a definition's body that are neither blank nor only a comment."""
+    """Count the lines of a definition's body, without blank lines and comment lines."""
     body = text.split("\n")[node.body[0].lineno - 1 :]
     return sum(1 for line in body if line.strip() and not line.lstrip().startswith("#"))
 
@@ -176,17 +176,17 @@ _TEST_MARKS: Final = ("#[test]", "#[cfg(test)]", "#[bench]", "::test]", "#[shoul
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Item:
-    """One item with what stands before it: its attributes, and its documentation."""
+    """A Rust item with its attributes and documentation."""
 
     node: Node
     attributes: tuple[Node, ...]
     doc: str
-    owner: str  # the type or trait whose method it is; empty for a free item
-    path: str  # of its modules
+    owner: str  # the type or trait of a method; empty for a free item
+    path: str  # enclosing modules
 
 
 class _UnfitItemError(Exception):
-    """An item makes no pair; the argument is the reason, a key of the counts."""
+    """An item cannot become a pair; the argument is the reason, a key of `dropped`."""
 
 
 def rust_pairs(
@@ -195,14 +195,14 @@ def rust_pairs(
     """Extract a pair from every documented function, method, struct, enum and trait of a file.
 
     Args:
-        text: the file's source, line ends made newlines.
-        crate: what the prompts call the file's module, such as ``serde::de``.
+        text: the file's source with normalized newlines.
+        crate: the module name used in the prompts, such as ``serde::de``.
         group: the group of every pair.
         category: the category of every pair.
-        dropped: counts, by reason, what was not taken; added to.
+        dropped: counter of skipped items by reason; updated in place.
 
     Returns:
-        The pairs, in the order of the file.
+        The pairs in file order.
 
     Raises:
         MissingExtra: tree-sitter or its grammar for Rust is not installed.
@@ -222,7 +222,7 @@ def rust_pairs(
 
 
 def _items(node: Node, owner: str, path: str, dropped: Counter[str]) -> Iterator[_Item]:
-    """Yield the items of a file, of its modules, and the methods of its impls and traits."""
+    """Yield the items of a file and its modules, and the methods of its impls and traits."""
     attributes: list[Node] = []
     doc: list[str] = []
     for child in node.named_children:
@@ -298,13 +298,13 @@ def _name(node: Node) -> str:
 
 
 def _rust_body_lines(body: Node) -> int:
-    """Count the lines of a body that are neither blank, a comment nor a bracket alone."""
+    """Count the lines of a body, without blank lines, comments and lone brackets."""
     lines = (line.strip() for line in text_of(body).split("\n"))
     return sum(1 for line in lines if line.strip("{}(),;") and not line.startswith("//"))
 
 
-# CommonMark: up to three blanks, three or more marks, then the info string; one of backticks
-# holds none.
+# CommonMark: up to three spaces, three or more marks, then the info string, which contains no
+# backticks after backtick marks.
 _FENCE: Final = re.compile(r"(?P<indent> {0,3})(?P<marks>`{3,}(?=[^`]*$)|~{3,})[ \t]*(?P<info>.*)$")
 _HEADING: Final = re.compile(r" {0,3}#{1,6}[ \t]+(?P<text>.*?)(?:[ \t]+#+)?[ \t]*$")
 _LANGUAGE: Final = re.compile(r"[\w+#-]+")
@@ -313,7 +313,7 @@ _SAME: Final = {"py": "python", "python3": "python", "rs": "rust", "sh": "bash",
 
 @dataclass(slots=True)
 class _Block:
-    """A fenced block with what led to it."""
+    """A fenced block with the text before it."""
 
     heading: str
     paragraph: str
@@ -327,13 +327,13 @@ def markdown_pairs(
     """Extract a pair from every fenced block with a language and preceding text.
 
     Args:
-        text: the file, line ends made newlines.
+        text: the file with normalized newlines.
         group: the group of every pair.
         category: the category of every pair.
-        dropped: counts, by reason, what was not taken; added to.
+        dropped: counter of skipped blocks by reason; updated in place.
 
     Returns:
-        The pairs, in the order of the file; each one's language is the block's, in lower case.
+        The pairs in file order, with the block's language in lower case.
     """
     pairs = []
     for block in _blocks(text, dropped):
@@ -360,7 +360,7 @@ def markdown_pairs(
 
 
 def _language(info: str) -> str | None:
-    """Return the language of an info string, ``python`` of ``py title=x`` or ``{.python}``."""
+    """Return the language of an info string: ``python`` for ``py title=x`` or ``{.python}``."""
     found = _LANGUAGE.match(info.strip().lstrip("{."))
     if found is None:
         return None
@@ -379,7 +379,7 @@ def _blocks(text: str, dropped: Counter[str]) -> Iterator[_Block]:
                 yield block
             else:
                 dropped["block_without_end"] += 1
-            is_open = False  # two blocks in a row are both led to by what stands before them
+            is_open = False  # adjacent blocks share the text before the first one
         elif title is not None:
             heading, paragraph, is_open = title["text"].strip(), [], False
         elif line.strip():
@@ -390,7 +390,7 @@ def _blocks(text: str, dropped: Counter[str]) -> Iterator[_Block]:
 
 
 def _read(block: _Block, fence: re.Match[str], lines: Iterator[str]) -> bool:
-    """Read a block's lines up to its closing fence; tell whether there is one."""
+    """Read a block's lines up to its closing fence; return False if there is none."""
     end = re.compile(rf" {{0,3}}{re.escape(fence['marks'][0])}{{{len(fence['marks'])},}}[ \t]*$")
     indent = len(fence["indent"])
     for line in lines:

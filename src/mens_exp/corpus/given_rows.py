@@ -1,7 +1,7 @@
-"""Rows that a class of the user's gives: checked like rows of a file, and hashed.
+"""Rows returned by a user's class: validated like rows of a file, and hashed.
 
-The class is asked anew each time, so a source that gives other rows then is refused before a run
-begins (:func:`refuse_unsteady`).
+The class is called again for each reading, so a source whose rows differ between two readings is
+refused before a run begins (:func:`refuse_unsteady`).
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Given:
-    """The rows of a class, and those that it validates on, if it names some."""
+    """The rows of a user's class, and its validation rows, if any."""
 
     rows: FileOfRows
     validation: FileOfRows | None
 
     @property
     def sha256(self) -> str:
-        """The hash of all rows, in order."""
+        """The hash of all rows in order."""
         apart = () if self.validation is None else self.validation.pairs
         return rows_digest([*self.rows.pairs, *apart])
 
     def files(self) -> Iterator[RowsFile]:
-        """Yield what the record says of the rows of each role."""
+        """Yield the record entry of each role."""
         for role, one in (("rows", self.rows), ("validation", self.validation)):
             if one is not None:
                 yield RowsFile(
@@ -53,12 +53,12 @@ class Given:
 
 
 def read_given(config: GivenData) -> Given:
-    """Ask the class for its rows; a row's place is ``module.Class.rows:<number>``, from 1.
+    """Read the rows of the class; a row's location is ``module.Class.rows:<number>``, from 1.
 
     Raises:
         MensError: the class cannot be imported, or has the wrong type.
-        DataError: it fails, does not return rows, or gives one that is wrong.
-        Problems: several rows are wrong.
+        DataError: it fails, does not return rows, or returns an invalid row.
+        Problems: several rows are invalid.
     """
     cls: Any = config.row_class()
     try:
@@ -75,11 +75,11 @@ def read_given(config: GivenData) -> Given:
 
 
 def given_in(config: DataConfig) -> list[GivenData]:
-    """Return the sources whose rows a class of the user's gives: this one, or some of a mix.
+    """Return the sources backed by a user's class: the source itself, or members of a mix.
 
     Raises:
         ConfigError: an entry of the mix is not a source.
-        Problems: several are none.
+        Problems: several entries are not sources.
     """
     parts = [one.data for one in sources_of(config)] if isinstance(config, MixData) else [config]
     return [one for one in parts if isinstance(one, GivenData)]
@@ -89,11 +89,11 @@ def refuse_unsteady(first: str, again: str) -> None:
     """Refuse a source whose rows differ between two readings.
 
     Args:
-        first: hash of the rows as read at first.
-        again: that of a second reading.
+        first: hash of the rows of the first reading.
+        again: hash of the rows of the second reading.
 
     Raises:
-        DataError: they differ.
+        DataError: the hashes differ.
     """
     if first != again:
         raise DataError(
@@ -115,7 +115,7 @@ def _read(name: str, give: Callable[[], Any], config: GivenData) -> FileOfRows:
 
 
 def _located(name: str, give: Callable[[], Any]) -> Iterator[Located]:
-    """Yield each row with its place; an error of the class ends the reading."""
+    """Yield each row with its location; translate errors of the class."""
     number = 0
     try:
         for number, row in enumerate(_several(name, give()), start=1):
@@ -127,10 +127,10 @@ def _located(name: str, give: Callable[[], Any]) -> Iterator[Located]:
 
 
 def _several(name: str, rows: Any) -> Any:
-    """Return what was given for several rows.
+    """Return the class's rows unchanged.
 
     Raises:
-        DataError: it is a text or a single row, whose parts are no rows.
+        DataError: they are a string or a single row, whose elements are not rows.
     """
     if isinstance(rows, str | bytes | dict):
         raise DataError(

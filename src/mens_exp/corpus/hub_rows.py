@@ -1,8 +1,8 @@
 """``data=hub``: rows of a Hugging Face Hub dataset, read with `datasets`.
 
-The Hub is queried for a commit and its files as for a model, so that a cached dataset needs no
-network and a moving branch changes nothing. `datasets` then reads the directory, because it knows
-which files make up a subset and a split, and supports every dataset format.
+The commit and its files are resolved as for a model, so a cached dataset needs no network and a
+moving branch changes nothing. `datasets` then reads the directory, because it knows the files of
+each subset and split, and supports every dataset format.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class Dataset:
         self._directory = directory
 
     def name(self, split: str) -> str:
-        """Return what messages and the record call a split."""
+        """Return the name of a split in messages and the record."""
         return name(self._config, split)
 
     def rows(self, split: str, setting: str) -> Iterator[Located]:
-        """Yield the rows of a split, each with its place as ``<id>/<split>:<row>``.
+        """Yield the rows of a split, each with its location ``<id>/<split>:<row>``.
 
         Args:
-            split: the split, or a part of one.
+            split: the split, or a slice of one.
             setting: the setting that names it.
 
         Raises:
@@ -119,7 +119,7 @@ class Dataset:
 
 
 def opened(config: HubData) -> Dataset:
-    """Download missing files of a dataset, and open it.
+    """Download the missing files of a dataset, and open it.
 
     Raises:
         MissingExtra: `datasets` is not installed.
@@ -131,7 +131,7 @@ def opened(config: HubData) -> Dataset:
 
 
 def name(config: HubData, split: str) -> str:
-    """Return what messages and the record call a split."""
+    """Return the name of a split in messages and the record."""
     parts = (config.id, config.subset, split)
     return "/".join(part for part in parts if part is not None)
 
@@ -166,7 +166,7 @@ def streamed(config: HubData, split: str, setting: str) -> Any:
 
 
 def streamed_rows(config: HubData, split: str, setting: str) -> Iterator[Located]:
-    """Yield all rows of a split as they come, each with its place as ``<id>/<split>:<row>``."""
+    """Yield all rows of a streamed split, each with its location ``<id>/<split>:<row>``."""
     called = name(config, split)
     rows = examples(config, streamed(config, split, setting))
     for number, row in enumerate(rows, start=1):
@@ -174,17 +174,17 @@ def streamed_rows(config: HubData, split: str, setting: str) -> Iterator[Located
 
 
 def examples(config: HubData, dataset: Any) -> Iterator[dict[str, object]]:
-    """Yield the rows that `streamed` reads, each without its nulls.
+    """Yield the rows that `streamed` reads, without null values.
 
     Raises:
         DataError: a file cannot be read.
-        MensError: the hub does not answer any more.
+        MensError: the Hub no longer responds.
     """
     with translated(config.id, pinned(config), DATASET):
         try:
             for row in dataset:
                 yield {key: value for key, value in row.items() if value is not None}
-        except ValueError as error:  # pyarrow's are
+        except ValueError as error:  # base class of pyarrow's errors
             raise DataError(
                 "datasets failed while reading the split",
                 where="data.id",
@@ -194,7 +194,7 @@ def examples(config: HubData, dataset: Any) -> Iterator[dict[str, object]]:
 
 
 def generated(function: Callable[..., Any], paths: Sequence[Path]) -> Any:
-    """Return a resumable reader of the examples that a function produces from files.
+    """Return a resumable reader of the examples that a function yields from files.
 
     Raises:
         MissingExtra: `datasets` is not installed.
@@ -219,6 +219,6 @@ def _datasets(
 
 
 def _splits(builder: Any) -> list[str]:
-    """Name the splits that the files make; none where only reading them would tell."""
+    """Return the split names; empty if they are unknown before the files are read."""
     files = builder.config.data_files
     return sorted(str(name) for name in files) if files else []

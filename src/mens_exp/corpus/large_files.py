@@ -1,8 +1,8 @@
 """Rows of files larger than memory, read once and left on disk, and multi-process work on them.
 
 Only eight bytes per hash are kept in memory. The result equals that of `corpus.source.load_rows` on
-rows in memory: rows and groups are considered equal if 64 bits of their hashes are. With ten
-million rows, one pair collides by chance in one of a hundred thousand corpora.
+rows in memory. Rows and groups are considered equal if 64 bits of their hashes are equal: with ten
+million rows, one corpus in a hundred thousand has a chance collision.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ if TYPE_CHECKING:
 
 
 def load(config: JsonlData, cache: Path) -> Rows:
-    """Read the rows of files of lines, split them, and leave them on disk.
+    """Read the rows of JSON Lines files, split them, and leave them on disk.
 
     Args:
         config: the `data` group.
-        cache: folder where the text of compressed files is kept.
+        cache: directory for the text of compressed files.
 
     Raises:
         DataError: as `load_rows`.
@@ -104,12 +104,12 @@ def load(config: JsonlData, cache: Path) -> Rows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Part:
-    """Rows of a role that pass the filters, and what is known of each of them.
+    """Rows of one role that pass the filters, with their hashes.
 
     Attributes:
-        rows: how many there were before the filters.
-        ids: 64 bits of each row's identity; none where there is nothing to hold them against.
-        sha256s: hashes of the rows that lie on each side by their groups' hashes alone.
+        rows: number of rows before the filters.
+        ids: 64 bits of each row's id; empty without separate validation rows.
+        sha256s: hash of the rows of each side, as assigned by the group hashes alone.
     """
 
     files: list[FileOfRows]
@@ -122,7 +122,7 @@ class _Part:
 
 
 def _read(config: JsonlData, cache: Path, whole: hashlib._Hash) -> tuple[_Part, _Part | None]:
-    """Read the files of both settings; all problems together."""
+    """Read the files of both settings, and report all problems together."""
     problems: list[MensError] = []
 
     def part(setting: str, names: Any, shares: tuple[float, float]) -> _Part:
@@ -144,7 +144,7 @@ def _read(config: JsonlData, cache: Path, whole: hashlib._Hash) -> tuple[_Part, 
 
 
 class _Seen:
-    """The facts kept of rows as they pass."""
+    """Accumulates hashes and filter results while rows are read."""
 
     def __init__(
         self, config: JsonlData, shares: tuple[float, float], whole: hashlib._Hash
@@ -158,7 +158,7 @@ class _Seen:
         self._whole = whole
 
     def add(self, pair: TrainingPair) -> None:
-        """Take the next row."""
+        """Add the next row."""
         failed = first_failed(pair, self._wanted)
         self.kept.append(failed is None)
         if failed is not None:
@@ -172,7 +172,7 @@ class _Seen:
         self.states[side_at(position_of(head), *self._shares)].update(line)
 
     def part(self, files: list[FileOfRows], *, is_whole: bool) -> _Part:
-        """Return the rows that passed; of files with problems nothing is used."""
+        """Return the rows that passed; after problems, the result is not used."""
         kept = np.array(self.kept, bool)
         pairs = RowsOnDisk.joined([one.pairs for one in files if isinstance(one.pairs, RowsOnDisk)])
         return _Part(
@@ -187,7 +187,7 @@ class _Seen:
 
 
 def _filtered(config: JsonlData, own: _Part, val: _Part | None) -> dict[str, Any]:
-    """Say what the filters refused, and refuse that they leave nothing of a role."""
+    """Return the filters' record, and refuse a role without any rows left."""
     parts = [part for part in (own, val) if part is not None]
     for part in parts:
         refuse_nothing_left(part.rows, part.refused)
@@ -200,7 +200,7 @@ def _filtered(config: JsonlData, own: _Part, val: _Part | None) -> dict[str, Any
 
 
 def _refuse_leakage(own: _Part, val: _Part) -> None:
-    """Refuse what `corpus.files.refuse_leakage` does."""
+    """Refuse the same leakage as `corpus.row_files.refuse_leakage`."""
     same, near = np.isin(val.ids, own.ids), np.isin(val.heads, own.heads)
     leaks = np.flatnonzero(same | near)
     first = []
@@ -214,7 +214,7 @@ def _refuse_leakage(own: _Part, val: _Part) -> None:
 def _sides(
     config: JsonlData, own: _Part, val: _Part | None
 ) -> tuple[dict[Side, RowsOnDisk], dict[Side, str]]:
-    """Part the rows as `corpus.split.split` does, and return the hash of each side."""
+    """Split the rows as `corpus.split.split` does, and return each side with its hash."""
     val_frac = config.val_frac if val is None else 0
     check_fractions(val_frac, config.heldout_frac)
     bounds = bounds_of(distinct(own.heads), val_frac, config.heldout_frac)
@@ -224,7 +224,7 @@ def _sides(
         sha256s = {side: rows_digest(pairs) for side, pairs in sides.items()}
     if val is not None:
         sides[Side.VAL] = val.pairs
-        sha256s = sha256s | {Side.VAL: val.sha256s[Side.TRAIN]}  # no share of them goes elsewhere
+        sha256s = sha256s | {Side.VAL: val.sha256s[Side.TRAIN]}  # read with shares of 0
     return sides, sha256s
 
 
@@ -233,22 +233,22 @@ R = TypeVar("R")
 
 
 def pieces(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """Cut a stream into lists of so many, the last one shorter."""
+    """Cut a stream into lists of `size` items; the last one may be shorter."""
     stream = iter(items)
     while piece := list(islice(stream, size)):
         yield piece
 
 
 def map_in_order(work: Callable[[T], R], stream: Iterable[T], processes: int) -> Iterator[R]:
-    """Yield what `work` makes of each piece of a stream, in its order.
+    """Map `work` over a stream in several processes, and yield the results in order.
 
     Args:
         work: a function that can be pickled.
-        stream: the pieces; at most two for each process are read ahead.
-        processes: how many work; with one, or with one piece, it is this one.
+        stream: the pieces; at most two per process are read ahead.
+        processes: number of processes; one process, or one piece, is handled in this process.
 
     Raises:
-        SetupError: the system ended one of the processes.
+        SetupError: the operating system killed one of the processes.
         Exception: whatever `work` raises.
     """
     source = iter(stream)
@@ -256,7 +256,7 @@ def map_in_order(work: Callable[[T], R], stream: Iterable[T], processes: int) ->
     if processes == 1 or len(first) < 2:  # noqa: PLR2004 - a second piece
         yield from map(work, chain(first, source))
         return
-    # Spawned: a fork would copy whatever threads of ours hold at that moment.
+    # Spawned: a fork would copy the locks that other threads hold at that moment.
     pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=_end_with_parent)
     try:
         waiting: deque[Future[R]] = deque()
@@ -278,7 +278,7 @@ def map_in_order(work: Callable[[T], R], stream: Iterable[T], processes: int) ->
 
 
 def _end_with_parent() -> None:
-    """Leave when the process that started this one is gone: nobody else would end it."""
+    """Exit when the parent process is gone, because nothing else would end this worker."""
 
     def wait() -> None:
         parent = parent_process()

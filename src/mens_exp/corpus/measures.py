@@ -1,10 +1,10 @@
-"""Measure a stream of rows in constant memory: partial sums over some rows, joined in order.
+"""Measure a stream of rows in constant memory: partial sums over batches, joined in order.
 
-Measured are sizes, distinct n-grams (from the smallest hashes: Bar-Yossef et al. 2002), kinds of
-nodes in the syntax trees of programs, and findings of the screen: secrets and instructions to a
-model, found by a short list of patterns. The list covers only what is easily found, so a screen
-without findings proves nothing. Secrets are those in a form fixed by their issuer, and assigned
-passwords; the phrases are the usual openings of prompt injections.
+The measures are sizes, distinct n-grams (estimated from the smallest hashes, Bar-Yossef et al.
+2002), node kinds in syntax trees, and the screen's findings: secrets and prompt injections, found
+by a short list of patterns. The list covers only obvious cases, so a screen without findings proves
+nothing. Secrets are tokens in an issuer's fixed format, and assigned passwords; injections are
+recognized by their usual opening phrases.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ _CLASSES: Final = (
     *("stmt", "expr", "boolop", "operator", "unaryop", "cmpop"),
     *("excepthandler", "pattern", "type_param"),
 )
-# What stands in no class of its own. `Index` and `ExtSlice` are of Python 3.8 and before.
+# Nodes without an abstract base class. `Index` and `ExtSlice` are from Python 3.8 and before.
 _ALONE: Final = ("comprehension", "keyword", "alias", "withitem", "match_case", "arg")
 _GONE: Final = frozenset({"Index", "ExtSlice"})
 
 
 def all_kinds(language: str) -> frozenset[str]:
-    """Return every kind of node that a language has; none where nobody lists them.
+    """Return every node kind of a language; empty if there is no such list.
 
     Raises:
-        MissingExtra: the grammar of Rust is asked for and not installed.
+        MissingExtra: the language is Rust and the grammar is not installed.
     """
     kinds = _ALL.get(language)
     return kinds() if kinds is not None else frozenset()
@@ -104,7 +104,7 @@ _ALL: Final[dict[str, Callable[[], frozenset[str]]]] = {
     "python": _python_kinds,
     "rust": _rust_kinds,
 }
-# The kinds of nodes in code of a language, or None where it does not parse.
+# The node kinds in code of a language, or None if it does not parse.
 KINDS_IN: Final[dict[str, Callable[[str], frozenset[str] | None]]] = {
     "python": _in_python,
     "rust": _in_rust,
@@ -112,7 +112,7 @@ KINDS_IN: Final[dict[str, Callable[[str], frozenset[str] | None]]] = {
 }
 
 
-# Counted exactly up to here; beyond, the standard error is one over its root, 0.4 %.
+# Counts are exact below this number; above, the standard error is 1/sqrt(MOST_EXACT), 0.4 %.
 MOST_EXACT: Final = 2**16
 
 
@@ -120,33 +120,33 @@ class Distinct:
     """Counts distinct 64-bit hashes.
 
     Attributes:
-        total: hashes given, repeated ones too.
+        total: number of hashes added, including repeats.
     """
 
     def __init__(self, most: int = MOST_EXACT) -> None:
-        """Keep so many of the smallest hashes."""
+        """Keep the `most` smallest hashes."""
         self.total = 0
         self._most = most
         self._smallest = np.zeros(0, np.uint64)
 
     def add(self, hashes: np.ndarray) -> None:
-        """Add hashes, spread evenly over 64 bits."""
+        """Add hashes, which must be uniform over 64 bits."""
         self.total += len(hashes)
         self._keep(hashes)
 
     def join(self, other: Distinct) -> None:
-        """Add all hashes of another count."""
+        """Add all hashes of another counter."""
         self.total += other.total
         self._keep(other._smallest)
 
     @property
     def is_exact(self) -> bool:
-        """Whether `count` is no estimate."""
+        """Whether `count` is exact, not estimated."""
         return len(self._smallest) < self._most
 
     @property
     def count(self) -> int:
-        """Distinct hashes: the k-th smallest of n evenly spread ones lies at about k / n."""
+        """Number of distinct hashes, estimated from the k-th smallest, which is near k / n."""
         if self.is_exact:
             return len(self._smallest)
         return round((self._most - 1) / (float(self._smallest[-1]) / 2**64))
@@ -203,7 +203,7 @@ INJECTIONS: Final[dict[str, Pattern]] = {
 
 
 class Hit(NamedTuple):
-    """One finding; `shown` is the masked beginning of a secret, and None of a phrase."""
+    """One finding; `shown` is the masked beginning of a secret, and None for a phrase."""
 
     kind: str
     field: str
@@ -211,7 +211,7 @@ class Hit(NamedTuple):
 
 
 def hits_in(pair: TrainingPair) -> Iterator[Hit]:
-    """Yield what the screen finds in a row: a secret each time, a phrase once a field."""
+    """Yield the screen's findings in a row: every secret, and each phrase once per field."""
     fields = [("system", pair.system)] if pair.system is not None else []
     for number, (asked, said) in enumerate(pair.exchanges):
         turn = f", turn {number + 1}" if pair.history else ""
@@ -225,8 +225,8 @@ def hits_in(pair: TrainingPair) -> Iterator[Hit]:
 
 
 N_GRAMS: Final = (1, 2, 3)
-LISTED: Final = 20  # findings of a kind; all are counted
-MOST_NAMES: Final = 10_000  # sources told apart; rows of later ones are counted together
+LISTED: Final = 20  # findings listed per kind; all are counted
+MOST_NAMES: Final = 10_000  # sources counted separately; later ones are counted together
 OTHERS: Final = "(others)"
 _SOURCES: Final[dict[str, Callable[[TrainingPair], str]]] = {
     "category": lambda pair: pair.category or "",
@@ -237,7 +237,7 @@ _SOURCES: Final[dict[str, Callable[[TrainingPair], str]]] = {
 
 @dataclass(kw_only=True, slots=True)
 class Source:
-    """Rows of one source, and their characters."""
+    """Row and character counts of one source."""
 
     rows: int = 0
     characters: int = 0
@@ -245,23 +245,23 @@ class Source:
 
 @dataclass(kw_only=True, slots=True)
 class Measures:
-    """Sums over rows; their size does not grow with the rows.
+    """Sums over rows, of constant size.
 
     Attributes:
         sides: rows by side.
-        characters: of prompts, answers and system prompts.
-        lengths: characters of each prompt, and of each answer.
-        languages: rows by the language they name.
-        parsed: those of them whose code parses.
-        kinds: by language, rows that have a kind of node.
-        unparsed: language -> why nobody could parse it.
-        distinct: runs of tokens in answers, by their length.
-        answer_bytes: of all answers.
-        compressed_bytes: what zlib makes of them, some hundred rows at a time.
+        characters: characters of prompts, answers and system prompts.
+        lengths: distribution of characters per prompt and per answer.
+        languages: rows by language.
+        parsed: rows whose code parses, by language.
+        kinds: rows that contain each node kind, by language.
+        unparsed: the reason why a language could not be parsed, by language.
+        distinct: distinct token n-grams in answers, by n.
+        answer_bytes: bytes of all answers.
+        compressed_bytes: the same after zlib, some hundred rows at a time.
         secrets: findings by kind.
-        injections: as above.
-        findings: the first of each kind.
-        sources: by what tells sources apart.
+        injections: findings by kind.
+        findings: the first findings of each kind.
+        sources: source counts by criterion (category, language, project).
     """
 
     sides: Counter[str] = field(default_factory=Counter)
@@ -287,11 +287,11 @@ class Measures:
 
     @property
     def rows(self) -> int:
-        """Rows of all sides."""
+        """Number of rows on all sides."""
         return self.sides.total()
 
     def join(self, other: Measures) -> None:
-        """Add what was measured of the rows that follow."""
+        """Add the measures of the rows that follow."""
         for name in ("sides", "characters", "languages", "parsed", "secrets", "injections"):
             getattr(self, name).update(getattr(other, name))
         for name, lengths in other.lengths.items():
@@ -310,13 +310,13 @@ class Measures:
                 self.add_source(by, name, source.rows, source.characters)
 
     def list_finding(self, finding: Finding) -> None:
-        """Keep a finding unless enough of its kind are listed."""
+        """List a finding, up to `LISTED` of its kind."""
         listed = sum(one["kind"] == finding["kind"] for one in self.findings)
         if listed < LISTED:
             self.findings.append(finding)
 
     def add_source(self, by: str, name: str, rows: int, characters: int) -> None:
-        """Count rows of a source."""
+        """Add rows of a source."""
         named = self.sources[by]
         if name not in named and len(named) >= MOST_NAMES:
             name = OTHERS
@@ -326,10 +326,10 @@ class Measures:
 
 
 def measured(rows: Sequence[tuple[str, TrainingPair]]) -> Measures:
-    """Measure some rows.
+    """Measure a batch of rows.
 
     Args:
-        rows: each with the name of its side.
+        rows: pairs of side name and row.
     """
     found = Measures()
     numbers: dict[str, Counter[int]] = {name: Counter() for name in found.lengths}

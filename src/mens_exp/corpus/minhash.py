@@ -1,14 +1,14 @@
-"""Similarity of rows: hashed shingles, MinHash signatures with their bands, and both on disk.
+"""Similarity of rows: hashed shingles and MinHash signatures with bands, kept on disk.
 
-A token is a run of letters, digits and underscores, a letter of a script that is written without
-spaces, or any other single character; white space separates and does not count. A shingle is a
-fixed number of tokens in a row, and a shorter text is one shingle. Shingles are hashed to 32 bits:
-in two texts of 250 shingles each, two different ones coincide once in 70,000 pairs of texts.
+A token is a run of letters, digits and underscores, a letter of a script without spaces, or any
+other single character except white space. A shingle is a fixed number of consecutive tokens; a
+shorter text is one shingle. Shingles are hashed to 32 bits: between two texts of 250 shingles each,
+one pair of texts in 70,000 has a collision.
 
-The probability that two signatures agree at a place is the Jaccard similarity of the two sets; that
-they agree in all rows of at least one band is ``1 - (1 - j**rows)**bands`` (Leskovec, Rajaraman and
-Ullman, Mining of Massive Datasets, 3.4). Fingerprints are made in several processes and kept on
-disk, little of them in memory.
+Two signatures agree at one position with a probability equal to the Jaccard similarity j of the
+sets, and in all rows of at least one band with ``1 - (1 - j**rows)**bands`` (Leskovec, Rajaraman
+and Ullman, Mining of Massive Datasets, 3.4). Fingerprints are computed in several processes and
+kept mostly on disk.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
     from mens_exp.rows.schema import TrainingPair
 
 UNSPACED: Final = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
-"""Kana and Han, inside a character class: one character is about a word there."""
+"""Kana and Han, for use in a character class; one character is roughly a word."""
 _TOKEN: Final = re.compile(rf"[^\W{UNSPACED}]+|\S")
 _MULTIPLIER: Final = 0x9E3779B97F4A7C15  # the odd number nearest to 2**64 over the golden ratio
-_MOST_KNOWN: Final = 2**17  # token hashes kept, some 20 MB
+_MOST_KNOWN: Final = 2**17  # cached token hashes, some 20 MB
 _known: dict[str, int] = {}
 
 
 def tokens(text: str) -> list[str]:
-    """Cut a text into tokens."""
+    """Split a text into tokens."""
     return _TOKEN.findall(text)
 
 
@@ -54,10 +54,10 @@ def shingles(text: str, size: int) -> np.ndarray:
 
     Args:
         text: any text.
-        size: tokens of a shingle.
+        size: tokens per shingle.
 
     Returns:
-        ``[shingles] uint32``, ascending, none twice, at least one; the same on every machine.
+        ``[shingles] uint32``, sorted, distinct, never empty; identical on every machine.
     """
     hashes = token_hashes(text)
     found = runs(hashes, min(size, len(hashes)) or 1)
@@ -82,11 +82,11 @@ def token_hashes(text: str) -> np.ndarray:
 
 
 def runs(hashes: np.ndarray, size: int) -> np.ndarray:
-    """Return the 64-bit hash of each run of so many tokens, in order.
+    """Return the 64-bit hash of each token n-gram, in order.
 
     Args:
-        hashes: those of the tokens.
-        size: tokens of a run, at least 1; runs of two sizes have nothing in common.
+        hashes: the token hashes.
+        size: tokens per n-gram, at least 1; hashes of different sizes are unrelated.
     """
     found = np.full(max(len(hashes) - size + 1, 0), size, np.uint64)
     with np.errstate(over="ignore"):
@@ -97,7 +97,7 @@ def runs(hashes: np.ndarray, size: int) -> np.ndarray:
 
 
 def jaccard(one: np.ndarray, other: np.ndarray) -> float:
-    """Return the share of all shingles of two sets that both have.
+    """Return the Jaccard similarity of two shingle sets.
 
     Args:
         one: as `shingles` returns it.
@@ -108,7 +108,7 @@ def jaccard(one: np.ndarray, other: np.ndarray) -> float:
 
 
 def mixed(values: np.ndarray) -> np.ndarray:
-    """Spread the bits of 64-bit values (the finalizer of MurmurHash3, a bijection)."""
+    """Mix the bits of 64-bit values (the finalizer of MurmurHash3, a bijection)."""
     half = np.uint64(33)
     with np.errstate(over="ignore"):
         values = (values ^ (values >> half)) * np.uint64(0xFF51AFD7ED558CCD)
@@ -117,7 +117,7 @@ def mixed(values: np.ndarray) -> np.ndarray:
     return spread
 
 
-MOST_MISSED: Final = 0.005  # of the pairs at the threshold, as long as the permutations allow it
+MOST_MISSED: Final = 0.005  # fraction of pairs at the threshold, if the permutations allow it
 
 
 class Bands(NamedTuple):
@@ -127,20 +127,20 @@ class Bands(NamedTuple):
     rows: int
 
     def missed(self, similarity: float) -> float:
-        """Return the probability that two sets of a Jaccard similarity meet in no band."""
+        """Return the probability that two sets of this Jaccard similarity agree in no band."""
         return float((1 - similarity**self.rows) ** self.bands)
 
 
 def bands_for(threshold: float, permutations: int) -> Bands:
-    """Return the bands that bring the fewest unlike rows together and lose few alike ones.
+    """Choose the bands with the fewest false candidates and few missed near-duplicates.
 
     Args:
-        threshold: Jaccard similarity from which rows are near-duplicates.
-        permutations: values of a signature.
+        threshold: Jaccard similarity at or above which rows are near-duplicates.
+        permutations: values per signature.
 
     Returns:
-        As many rows a band as miss at most `MOST_MISSED` of the pairs at the threshold; one
-        where even that misses more.
+        The most rows per band that miss at most `MOST_MISSED` of the pairs at the threshold; one
+        row per band if even that misses more.
     """
     for rows in range(permutations, 1, -1):
         bands = Bands(bands=permutations // rows, rows=rows)
@@ -150,18 +150,18 @@ def bands_for(threshold: float, permutations: int) -> Bands:
 
 
 class Signer:
-    """Signs sets of shingles.
+    """Computes MinHash signatures of shingle sets.
 
-    ``datasketch`` draws and applies the permutations. `rensa` signs nine times as fast (measured,
-    250 shingles: 5 against 43 microseconds), which is a tenth of what a row takes here; its
-    signatures change with its versions, and it is not needed for anything else.
+    ``datasketch`` draws and applies the permutations. `rensa` is nine times as fast (measured at
+    250 shingles: 5 against 43 microseconds), but this is a tenth of the time per row, its
+    signatures change between versions, and it would be an additional dependency.
     """
 
     def __init__(self, permutations: int) -> None:
         """Draw the permutations.
 
         Args:
-            permutations: values of a signature.
+            permutations: values per signature.
 
         Raises:
             MissingExtra: datasketch is not installed.
@@ -180,10 +180,10 @@ def band_keys(signatures: np.ndarray, bands: Bands) -> np.ndarray:
 
     Args:
         signatures: ``[rows, permutations] uint32``.
-        bands: how they are cut; values behind the last band count in none.
+        bands: the layout of the bands; values after the last band are ignored.
 
     Returns:
-        ``[bands, rows] uint64``; equal bands have equal keys, others hardly ever.
+        ``[bands, rows] uint64``; equal bands have equal keys, and collisions are rare.
     """
     used = signatures[:, : bands.bands * bands.rows].astype(np.uint64)
     keys = np.zeros((len(used), bands.bands), np.uint64)
@@ -207,11 +207,11 @@ def _empty(permutations: int) -> MinHash:
 
 
 def _as_it_is(value: int) -> int:
-    """Return a shingle: it is a hash already."""
+    """Return the shingle, which is already a hash."""
     return value
 
 
-KEY_WORDS: Final = 2  # 64-bit words of a content key: of a billion rows none coincide by chance
+KEY_WORDS: Final = 2  # 64-bit words per content key: no chance collision in a billion rows
 _ROWS_AT_ONCE: Final = 500
 
 
@@ -226,22 +226,22 @@ class Likeness:
 
 
 class _Made(NamedTuple):
-    """The fingerprints of some rows."""
+    """The fingerprints of a batch of rows."""
 
     keys: bytes
-    sizes: np.ndarray  # [rows] int64, shingles of each
+    sizes: np.ndarray  # [rows] int64, shingles per row
     shingles: np.ndarray  # [shingles] uint32
     signatures: np.ndarray  # [rows, permutations] uint32
     bands: np.ndarray  # [bands, rows] uint64
 
 
 def content_key(pair: TrainingPair, by: DedupeBy) -> bytes:
-    """Return 16 bytes that two rows share only if they are exact duplicates.
+    """Return a 16-byte key that is equal for exact duplicates only.
 
     Args:
         pair: the row.
-        by: `response` compares its answers, each by `response_key`; `row` the system prompt and
-            what the user asks as well, up to white space.
+        by: `response` compares answers by `response_key`; `row` also compares the system prompt
+            and the user's turns, ignoring white space differences.
     """
     said = [response_key(answer) for _, answer in pair.exchanges]
     if by is DedupeBy.row:
@@ -252,7 +252,7 @@ def content_key(pair: TrainingPair, by: DedupeBy) -> bytes:
 
 
 def compared_text(pair: TrainingPair, by: DedupeBy) -> str:
-    """Return the text whose shingles are compared: the answers, or everything that is said."""
+    """Return the text whose shingles are compared: the answers, or the whole conversation."""
     if by is DedupeBy.response:
         return "\n".join(answer for _, answer in pair.exchanges)
     turns = [text for exchange in pair.exchanges for text in exchange]
@@ -260,12 +260,12 @@ def compared_text(pair: TrainingPair, by: DedupeBy) -> str:
 
 
 class Fingerprints:
-    """Keys, shingles and signatures of rows, by the number of the row, in files.
+    """Keys, shingles and signatures of rows by row number, in files.
 
     Attributes:
-        rows: how many there are.
+        rows: number of rows.
         keys: file of content keys.
-        bands: files of band keys; none where no near-duplicates are looked for.
+        bands: files of band keys; empty without a search for near-duplicates.
     """
 
     def __init__(self, directory: Path, like: Likeness | None) -> None:
@@ -283,11 +283,11 @@ class Fingerprints:
 
         Args:
             pairs: the rows.
-            by: what of a row is compared.
-            processes: how many work.
+            by: the part of a row that is compared.
+            processes: number of processes.
 
         Raises:
-            MissingExtra: datasketch is needed, and is not installed.
+            MissingExtra: datasketch is required and not installed.
         """
         work = functools.partial(_made, by=by, like=self._like)
         sizes = [np.zeros(1, np.int64)]
@@ -312,9 +312,9 @@ class Fingerprints:
         return np.fromfile(self._shingles, "<u4", end - start, offset=4 * start)
 
     def signatures(self) -> np.ndarray:
-        """Map the signatures, ``[rows, permutations] uint32``.
+        """Memory-map the signatures, ``[rows, permutations] uint32``.
 
-        What was read of a map counts as this process's memory for as long as the map is held.
+        Pages that were read count as memory of this process until the map is released.
         """
         assert self._like is not None, "nothing was signed"
         shape = (self.rows, self._like.permutations)

@@ -1,12 +1,11 @@
 """Mixtures of sources by weight, and sources that are streamed during training.
 
 Weights are converted to fractions, and each source has exactly its share of all rows. The next row
-always comes from the source that is furthest behind its share, so the shares also nearly hold for
-any prefix of the rows.
+always comes from the source furthest behind its share, so the shares nearly hold for any prefix.
 
-A streamed source is read a window at a time, epoch after epoch, from any position. `datasets` reads
-it and tracks the position. All randomness is within a window, so that its position and number
-suffice to read the same rows again.
+A streamed source is read window by window, epoch after epoch, from any position. `datasets` reads
+it and tracks the position. Rows are shuffled only within a window, so the position and number of a
+window suffice to read the same rows again.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ if TYPE_CHECKING:
     from mens_exp.rows.schema import TrainingPair
 
 CHARS_PER_TOKEN: Final = 3.4  # measured: the stdlib rows under SmolLM2's tokenizer
-TEMPLATE_TOKENS: Final = 40  # of an exchange: a chat template's own
-MOST_PASSES: Final = 100  # over one source; more is a slip in a weight (unverified guess)
+TEMPLATE_TOKENS: Final = 40  # added by a chat template per exchange
+MOST_PASSES: Final = 100  # over one source; more suggests a wrong weight (unverified guess)
 
 
 def estimated_tokens(pair: TrainingPair) -> float:
@@ -55,11 +54,11 @@ class Drawing:
     """The settings for drawing rows.
 
     Attributes:
-        weights: the weight of each source, by its name, above zero; only their ratios count.
-        stop: when to stop.
-        budget_tokens: estimated tokens to draw under stop=budget.
-        seed: which rows of a source come first.
-        settings: the node of these settings, and the one of the weights, for messages.
+        weights: positive weight of each source by name; only their ratios matter.
+        stop: the stopping rule.
+        budget_tokens: estimated tokens to draw with stop=budget.
+        seed: seed of the row order.
+        settings: config paths of these settings and of the weights, for messages.
     """
 
     weights: Mapping[str, float]
@@ -75,13 +74,13 @@ def mixed(
     """Draw rows from several sources by weight.
 
     Args:
-        corpora: the rows of each source, by its name; none empty.
-        weights: the weight of each, above zero; only their ratios count.
-        config: when to stop, and the seed.
+        corpora: the rows of each source by name; none empty.
+        weights: positive weight of each source; only their ratios matter.
+        config: the stopping rule and the seed.
 
     Returns:
-        The rows as drawn, and the record: for each source the share asked for and had, its rows,
-        and how often it was gone through.
+        The rows as drawn, and the record: each source's requested and actual share, its rows, and
+        its number of passes.
 
     Raises:
         DataError: a source has no rows, or would be repeated over `MOST_PASSES` times.
@@ -103,10 +102,10 @@ def draw(
     """Yield rows from several sources by weight, one at a time.
 
     Args:
-        corpora: the rows of each source, by its name; none empty. Each row is asked for when it is
-            drawn, so that they need not be in memory.
-        how: the weights, when to stop, and the seed.
-        counts: counts the rows of each source; added to.
+        corpora: the rows of each source by name; none empty. A row is read when it is drawn, so
+            rows need not be in memory.
+        how: the weights, the stopping rule and the seed.
+        counts: counter of rows by source; updated in place.
 
     Raises:
         DataError: a source has no rows, or would be repeated over `MOST_PASSES` times.
@@ -144,7 +143,7 @@ def record_of(
     """Return the record of a draw.
 
     Returns:
-        For each source the share asked for and had, its rows, and how often it was gone through.
+        Each source's requested and actual share, its rows, and its number of passes.
     """
     shares = _shares(how.weights, list(corpora))
     drawn = counts.total()
@@ -162,15 +161,15 @@ def record_of(
 
 
 def _shares(weights: Mapping[str, float], names: Sequence[str]) -> list[Fraction]:
-    exact = [Fraction(repr(weights[name])) for name in names]  # 0.1 is a tenth
+    exact = [Fraction(repr(weights[name])) for name in names]  # repr: 0.1 is exactly 1/10
     return [weight / sum(exact) for weight in exact]
 
 
 def _counts(shares: Sequence[Fraction], sizes: Sequence[int], stop: MixStop) -> list[int] | None:
-    """Return how many rows of each source there will be; None where tokens decide.
+    """Return the number of rows of each source; None with a token budget.
 
-    The rows are as few as go through every source, or as many as repeat none; each source has its
-    share of them rounded down, and the largest remainders what is left.
+    The total is the fewest rows that exhaust every source, or the most that repeat none. It is
+    divided by the largest remainder method.
     """
     if stop is MixStop.budget:
         return None
@@ -185,9 +184,9 @@ def _counts(shares: Sequence[Fraction], sizes: Sequence[int], stop: MixStop) -> 
 
 
 def _order(shares: Sequence[Fraction], counts: Sequence[int] | None) -> Iterator[int]:
-    """Yield the source of each row: of those that are not done the one furthest behind its share.
+    """Yield the source of each row: the unfinished source that is furthest behind its share.
 
-    Without counts none is ever done.
+    Without counts, no source ever finishes.
     """
     wanted = [float(share) for share in shares]
     behind = wanted.copy()
@@ -202,7 +201,7 @@ def _order(shares: Sequence[Fraction], counts: Sequence[int] | None) -> Iterator
 
 
 def _shuffled(pairs: Sequence[TrainingPair], seed: int, number: int) -> Iterator[TrainingPair]:
-    """Yield the rows of a source for ever, each pass whole and in an order of its own."""
+    """Yield the rows of a source endlessly, reshuffled for each complete pass."""
     generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, number])))
     while True:
         yield from (pairs[index] for index in generator.permutation(len(pairs)))
@@ -219,26 +218,26 @@ def _repeated(name: str, how: Drawing) -> DataError:
 
 
 _MOST_PROBLEMS = 20
-# Bytes of lines and rows that were read; rows put aside; refused by a filter; passed over for their
-# side, or because they are among the rows to validate on; and what is left to train on.
+# Bytes and rows read; rows quarantined; refused by a filter; assigned to other sides; excluded
+# because they share a group with the validation rows; and rows to train on.
 _TOTALS = ("bytes", "rows", "bad", "filtered", "other_sides", "validated_on", "trained_on")
 
 
 def validates_apart(config: RowsData) -> bool:
-    """Return whether rows to validate on are named apart."""
+    """Return whether the configuration names separate validation rows."""
     named = config.val_path if isinstance(config, JsonlData) else getattr(config, "val_split", None)
     return named is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
-    """Rows read between two positions, by side; ``totals`` count from the very first row.
+    """Rows between two positions, by side; ``totals`` are cumulative over the whole stream.
 
-    ``rows_sha256`` chains the digests of all windows up to this one.
+    ``rows_sha256`` chains the digests of all windows so far.
     """
 
     epoch: int
-    number: int  # in its epoch
+    number: int  # within its epoch
     sides: dict[Side, list[TrainingPair]]
     bad: tuple[BadRow, ...]
     totals: dict[str, int]
@@ -246,20 +245,20 @@ class Window:
 
 
 class RowStream:
-    """Reads windows of ``data.shuffle_buffer`` rows endlessly; its position can be saved."""
+    """An endless reader of windows of ``data.shuffle_buffer`` rows, with a savable position."""
 
     def __init__(self, config: RowsData, val: Sequence[TrainingPair] | None) -> None:
         """Start before the first row.
 
         Args:
             config: the `data` group.
-            val: the rows to validate on, where they are named apart; nothing that shares a group
-                with them is trained on.
+            val: separate validation rows, if any; rows that share a group with them are excluded
+                from training.
         """
         self._config = config
         self._apart = None if val is None else {group_of(pair) for pair in val}
         self._epoch = self._number = 0
-        self._row = 0  # of a split, in its epoch
+        self._row = 0  # of a Hub split, within the epoch
         self._totals = dict.fromkeys(_TOTALS, 0)
         self._trained_before = 0  # rows of earlier epochs
         self._sha256 = ""
@@ -282,7 +281,7 @@ class RowStream:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Move to the window whose position was saved."""
+        """Move to a saved position."""
         self._epoch, self._number, self._row = state["epoch"], state["number"], state["row"]
         self._totals, self._sha256 = dict(state["totals"]), state["sha256"]
         self._trained_before = state["trained_before"]
@@ -290,12 +289,12 @@ class RowStream:
         self._dataset = self._rows = self._reader = None
 
     def next_window(self) -> Window:
-        """Read the next window; after the last row comes the first again.
+        """Read the next window; a new epoch begins after the last row.
 
         Raises:
-            DataError: a row is wrong, too many are, or nothing of an epoch is trained on.
-            Problems: several rows are wrong.
-            MensError: the files or the dataset cannot be had.
+            DataError: a row is invalid, too many are, or an epoch has no row to train on.
+            Problems: several rows are invalid.
+            MensError: the files or the dataset are not available.
         """
         rows = self._read()
         while not rows:
@@ -352,9 +351,9 @@ class RowStream:
         self._place = self._dataset = self._rows = self._reader = None
 
     def _pairs_of(self, rows: Sequence[Located]) -> tuple[list[TrainingPair], tuple[BadRow, ...]]:
-        """Read rows as those of files are read; the format is settled for each file.
+        """Read rows as from files, with one format per file.
 
-        The columns of a file's optional fields must occur among the rows of the first window.
+        The columns of optional fields must occur in the first window.
         """
         pairs: list[TrainingPair] = []
         readers: dict[str, RowReader] = {}
@@ -390,13 +389,13 @@ class RowStream:
             )
 
     def _is_whole(self, rows: Sequence[Located]) -> bool:
-        """Return whether a window has all rows of an epoch: the buffer has room for more."""
+        """Return whether a window holds a whole epoch: the buffer is not full."""
         return self._number == 0 and len(rows) < self._config.shuffle_buffer
 
     def _sides(
         self, pairs: Sequence[TrainingPair], *, is_whole: bool
     ) -> dict[Side, list[TrainingPair]]:
-        """Divide a window by the hash of each group; `split` does better where it sees them all."""
+        """Split a window by group hash, or with `split` if it holds a whole epoch."""
         config = self._config
         val_frac = config.val_frac if self._apart is None else 0
         apart = self._apart or set()
@@ -418,7 +417,7 @@ def _setting(config: RowsData) -> str:
 
 
 def _dataset(config: RowsData) -> Any:
-    """Return what `datasets` reads the rows of an epoch with."""
+    """Return the `datasets` reader for one epoch."""
     if isinstance(config, HubData):
         return hub_rows.streamed(config, config.split, "data.split")
     assert isinstance(config, JsonlData), "the only other one"

@@ -1,7 +1,7 @@
-"""Python functions and classes: extracted from source text, and recognized by syntax trees.
+"""Python functions and classes: extracted from source text, and matched by syntax tree.
 
-The syntax tree provides positions, but the text is kept: comments and layout stay as written. The
-tree's columns count UTF-8 bytes; only `_split_at` converts them to characters.
+The syntax tree provides positions; comments and layout are kept as written. Columns of the tree
+count UTF-8 bytes; only `_split_at` converts them to characters.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 FunctionNode: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 DefinitionNode: TypeAlias = FunctionNode | ast.ClassDef
 
-# What may stand between the last name of a header and its colon, comments included.
+# The text from the last name of a header to its colon, including comments.
 HEADER_END: Final = re.compile(r"(?:[^:#]|#[^\n]*\n)*?:")
-# Without one of these no string goes over a line's end; the slow tokenizer is spared.
+# Without one of these, no string spans lines, and the slow tokenizer is not needed.
 LONG_STRING_MARKS: Final = ('"""', "'''", "\\\n")
 
 
 _FENCED: Final = re.compile(r"```[^\n]*\n(.*?)```", re.DOTALL)
-# Nodes, names and constants of a function that is looked for. Measured: two pairs of HumanEval's
-# 164 solutions are alike, and none of the standard library's 4,377 functions is like one of them.
+# Minimum nodes, names and constants of a function to match. Measured: two pairs of HumanEval's 164
+# solutions match each other, and none of the standard library's 4,377 functions matches one.
 _LEAST_PARTS: Final = 30
 _STATEMENTS: Final = (ast.For, ast.While, ast.If, ast.Return, ast.With, ast.Try, ast.comprehension)
 # The fields of nodes that hold names.
@@ -44,20 +44,20 @@ _NAMES: Final = {
     "AsyncFunctionDef": "name",
     "ClassDef": "name",
 }
-# What a copy may have otherwise: names of types, decorators, and how a value is to be read.
+# Fields in which a copy may differ: annotations, decorators and the context of a value.
 _LEFT_OUT: Final = frozenset(
     {"annotation", "returns", "decorator_list", "type_comment", "type_params", "ctx", "kind"}
 )
 
 
 def decode(data: bytes) -> str | None:
-    """Decode a source file by the encoding that it declares.
+    """Decode a source file with its declared encoding.
 
     Args:
         data: the file's bytes.
 
     Returns:
-        The text, every line end a newline; None where it cannot be decoded.
+        The text with normalized newlines; None if it cannot be decoded.
     """
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
@@ -67,16 +67,16 @@ def decode(data: bytes) -> str | None:
 
 
 def parse(text: str) -> ast.Module | None:
-    """Parse source text, silently.
+    """Parse source text without warnings.
 
     Args:
-        text: Python, perhaps.
+        text: any text.
 
     Returns:
-        The tree; None where the text is no Python of the running interpreter.
+        The tree; None if the text is not valid Python for the running interpreter.
     """
     with warnings.catch_warnings():
-        # An invalid escape in someone else's file is no news to our user.
+        # Users need no warning about invalid escapes in source files of others.
         warnings.simplefilter("ignore")
         try:
             return ast.parse(text)
@@ -88,13 +88,13 @@ def cut(lines: Sequence[str], node: DefinitionNode) -> str:
     """Extract a function or class from its file, dedented and without its docstring.
 
     Args:
-        lines: the file's text split at newlines (not `str.splitlines`, which also splits
-            at form feeds), so that the tree's line numbers count them.
-        node: a definition of that file whose first statement is its docstring.
+        lines: the file's text split at newlines (not with `str.splitlines`, which also splits
+            at form feeds), to match the tree's line numbers.
+        node: a definition in that file whose first statement is its docstring.
 
     Returns:
-        The source with its decorators and comments. Layouts are endless: whoever trains on
-        it checks it with `same_but_docstring`.
+        The source with its decorators and comments. Not every layout is handled: verify the
+        result with `same_but_docstring`.
     """
     first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
     indent = lines[node.lineno - 1][: node.col_offset]
@@ -108,15 +108,15 @@ def cut(lines: Sequence[str], node: DefinitionNode) -> str:
 
 
 def same_but_docstring(text: str, node: DefinitionNode) -> DefinitionNode | None:
-    """Parse a text and check that it is a definition's code, the docstring left out.
+    """Parse a text and check that it is a definition's code without the docstring.
 
     Args:
-        text: what `cut` made of the definition.
-        node: the function or class as its file was parsed.
+        text: the result of `cut`.
+        node: the function or class as parsed from its file.
 
     Returns:
-        The definition as parsed from the text; None where the two differ in more than
-        positions and the docstring.
+        The definition as parsed from the text; None if the two differ in more than positions and
+        the docstring.
     """
     tree = parse(text)
     if tree is None or len(tree.body) != 1:
@@ -130,14 +130,14 @@ def same_but_docstring(text: str, node: DefinitionNode) -> DefinitionNode | None
 
 
 def signature(text: str, node: DefinitionNode) -> str:
-    """Return the ``def`` or ``class`` line or lines, decorators excluded.
+    """Return the ``def`` or ``class`` header, without decorators.
 
     Args:
         text: the definition's source.
         node: the function or class parsed from that text.
 
     Returns:
-        The header up to its colon, as written.
+        The header up to and including its colon, as written.
     """
     lines = text.split("\n")
     line, column = max([(node.lineno, node.col_offset), *map(_end, _header_parts(node))])
@@ -157,7 +157,7 @@ def _header_parts(node: DefinitionNode) -> Iterable[ast.expr | ast.arg]:
         for each in (args.vararg, args.kwarg, *args.kw_defaults, node.returns):
             if each is not None:
                 yield each
-    type_params: Iterable[ast.expr] = getattr(node, "type_params", ())  # Python 3.12 on
+    type_params: Iterable[ast.expr] = getattr(node, "type_params", ())  # Python 3.12+
     yield from type_params
 
 
@@ -173,7 +173,7 @@ def _split_at(line: str, column: int) -> tuple[str, str]:
 
 
 def _beside(lines: Sequence[str], doc: ast.stmt) -> list[str]:
-    """Return the line of what else stands on a docstring's lines, a comment say."""
+    """Return other code or comments on the lines of a docstring, as one line."""
     last, column = _end(doc)
     before, _ = _split_at(lines[doc.lineno - 1], doc.col_offset)
     _, after = _split_at(lines[last - 1], column)
@@ -182,7 +182,7 @@ def _beside(lines: Sequence[str], doc: ast.stmt) -> list[str]:
 
 
 def _dedented(lines: list[str], indent: str) -> list[str]:
-    """Take the indentation off, except where a line begins within a string."""
+    """Remove the indentation, except from lines that begin within a string."""
     within = _rows_within_strings(lines) if indent else frozenset()
     return [line if row in within else _without(line, indent) for row, line in enumerate(lines)]
 
@@ -195,14 +195,14 @@ def _without(line: str, indent: str) -> str:
 
 
 def _rows_within_strings(lines: list[str]) -> frozenset[int]:
-    """Return which of the lines of an indented block, from 0, begin within a string."""
+    """Return the indices of the lines in an indented block that begin within a string."""
     text = "\n".join(lines)
     if not any(mark in text for mark in LONG_STRING_MARKS):
         return frozenset()
     rows: set[int] = set()
-    open_at: list[int] = []  # f-strings are several tokens from Python 3.12 on
+    open_at: list[int] = []  # f-strings are several tokens in Python 3.12+
     try:
-        # The block needs an opener, which makes the tokenizer's row 2 our row 0.
+        # The added `if` line makes the tokenizer's row 2 our row 0.
         for token in tokenize.generate_tokens(io.StringIO(f"if 1:\n{text}\n").readline):
             kind = tokenize.tok_name[token.type]
             if kind.endswith("STRING_START"):
@@ -211,35 +211,35 @@ def _rows_within_strings(lines: list[str]) -> frozenset[int]:
             if kind == "STRING" or kind.endswith("STRING_END"):
                 rows.update(range(start - 1, token.end[0] - 1))
     except (tokenize.TokenError, SyntaxError):
-        return frozenset()  # what comes of it will not parse either, and is refused there
+        return frozenset()  # the result will not parse either, and is refused later
     return frozenset(rows)
 
 
 class KnownFunctions:
     """Functions to be recognized under other names.
 
-    A function is known by the fingerprint of its syntax tree. Left out are its name, the names
-    that it binds (arguments, variables, what it defines inside), docstrings, annotations,
-    decorators and layout. Functions of few parts, and those that return nothing, are left alone:
-    they are alike by chance.
+    A function is identified by a fingerprint of its syntax tree without its name, the names that
+    it binds (arguments, variables, nested definitions), docstrings, annotations, decorators and
+    layout. Short functions and functions that return nothing are ignored, because they match by
+    chance.
     """
 
     def __init__(self) -> None:
-        """Know none."""
+        """Start without functions."""
         self._kinds: set[tuple[int, ...]] = set()
 
     def add(self, text: str) -> set[bytes]:
-        """Return the fingerprints of the functions in a text, and know them from now on."""
+        """Add the functions in a text, and return their fingerprints."""
         functions = list(_functions([text]))
         self._kinds.update(map(_kind, functions))
         return _fingerprints(functions)
 
     def find(self, texts: Sequence[str]) -> set[bytes]:
-        """Return the fingerprints of functions that may be known ones.
+        """Return the fingerprints of functions that may have been added.
 
         Args:
-            texts: in order; code may stand in them, in Markdown fences, or begin in one and go on
-                in the next, as a signature that a prompt has and an answer completes.
+            texts: texts in order. Code may be in a text, in Markdown fences, or continue from one
+                text to the next, as when an answer completes a signature in the prompt.
         """
         if not self._kinds:
             return set()
@@ -256,7 +256,7 @@ def _fingerprints(functions: Iterable[FunctionNode]) -> set[bytes]:
 
 
 def _functions(texts: Sequence[str]) -> Iterator[FunctionNode]:
-    """Yield the functions in texts that return something."""
+    """Yield the functions in texts that return or yield."""
     joined = ["\n".join(texts)] if len(texts) > 1 else []
     fenced = [match[1] for text in texts for match in _FENCED.finditer(text)]
     for text in dict.fromkeys([*texts, *fenced, *joined]):
@@ -269,13 +269,13 @@ def _functions(texts: Sequence[str]) -> Iterator[FunctionNode]:
 
 
 def _kind(function: FunctionNode) -> tuple[int, ...]:
-    """Count the statements of a function that no renaming changes; quick to compare."""
+    """Count a function's statements by kind, a cheap key that renaming does not change."""
     counts = Counter(map(type, ast.walk(function)))
     return tuple(counts[kind] for kind in _STATEMENTS)
 
 
 def _bound(function: FunctionNode) -> Iterator[str]:
-    """Yield the names that a function binds, its own among them."""
+    """Yield the names that a function binds, including its own."""
     for node in ast.walk(function):
         if isinstance(node, ast.arg):
             yield node.arg
@@ -288,9 +288,9 @@ def _bound(function: FunctionNode) -> Iterator[str]:
 
 
 def _written(tree: ast.AST, bound: set[str]) -> Iterator[str]:
-    """Yield a tree as texts; a name that it binds is the number of its first appearance."""
+    """Serialize a tree as strings; bound names are numbered by first appearance."""
     numbers: dict[str, int] = {}
-    left: list[tuple[object, bool]] = [(tree, False)]  # a deep tree would be too much recursion
+    left: list[tuple[object, bool]] = [(tree, False)]  # a stack: recursion fails on deep trees
     while left:
         value, is_name = left.pop()
         if isinstance(value, ast.AnnAssign) and value.value is not None:
@@ -314,7 +314,7 @@ def _written(tree: ast.AST, bound: set[str]) -> Iterator[str]:
 
 
 def _without_docstring(field: object) -> object:
-    """Return a body without the text that it begins with; any other field as it is."""
+    """Return a body without its docstring; return any other field unchanged."""
     match field:
         case [ast.Expr(value=ast.Constant(value=str())), *rest] if rest:
             return rest

@@ -1,7 +1,7 @@
-"""Rows from the files that a configuration names, by side, and rows stored in the cache.
+"""Rows from the configured files, and rows stored in the cache.
 
-In the cache, the first line holds the hash of everything after it, so that a damaged file is never
-accepted as complete.
+The first line of a cache file holds the hash of everything after it, so that a damaged file is
+never accepted as complete.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
     from mens_exp.rows.readers import BadRow
     from mens_exp.rows.schema import TrainingPair
 
-MOST_LEAKS = 5  # told in full; the rest is counted
-# Bytes of text from which rows stay on disk: in memory they take some four times as many.
+MOST_LEAKS = 5  # reported in full; the rest is counted
+# Bytes of text from which rows stay on disk; in memory they take about four times as much.
 _LARGE = 64 * 2**20
-_TEXT_OF_COMPRESSED = 4  # bytes of text in one that is compressed; unverified guess
+_TEXT_OF_COMPRESSED = 4  # bytes of text per compressed byte; unverified guess
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowsFile:
-    """One file of rows, or split of a dataset, as the record has it.
+    """The record of one file of rows, dataset split, or user class.
 
-    A file has the hash of its content, a split the commit that it is of, and the rows that a class
-    of the user's gives have the hash of these rows.
+    ``sha256`` hashes the content of a file, or the rows of a user class; ``revision`` is the commit
+    of a split.
     """
 
     path: str
@@ -56,7 +56,7 @@ class RowsFile:
 
 
 def records(files: Sequence[RowsFile]) -> dict[str, Any]:
-    """Return files for a manifest or a plan, by path; columns left out only where there are any."""
+    """Return files by path, for a manifest or a plan; include ignored columns only if any."""
     found = {}
     for file in files:
         record = {name: one for name, one in dataclasses.asdict(file).items() if one is not None}
@@ -70,8 +70,8 @@ def read_own(config: RowsData) -> tuple[list[FileOfRows], list[FileOfRows] | Non
     """Read the user's rows, and the validation rows if they are configured separately.
 
     Raises:
-        MensError: a file or a split cannot be had.
-        DataError: a file or a row in it is wrong.
+        MensError: a file or a split is not available.
+        DataError: a file or a row in it is invalid.
         Problems: several are.
     """
     if isinstance(config, HubData):
@@ -129,7 +129,7 @@ def is_large(config: JsonlData) -> bool:
                 text += size * (_TEXT_OF_COMPRESSED if path.suffix.lower() in COMPRESSED else 1)
                 if not has_lines(path):
                     return False
-        except (DataError, Problems, OSError):  # told when they are read
+        except (DataError, Problems, OSError):  # reported when they are read
             return False
     return text >= _LARGE
 
@@ -145,7 +145,7 @@ def bytes_of(config: RowsData) -> dict[str, Any]:
 
 
 def how(config: RowsData, setting: str) -> Reading:
-    """Return how the files or splits that a setting names are to be read."""
+    """Return the reading options for the files or splits of a setting."""
     return Reading(
         form=config.format,
         columns=config.columns.given,
@@ -159,8 +159,8 @@ def _read_files(config: JsonlData) -> tuple[list[FileOfRows], list[FileOfRows]]:
     """Read the files of `data.path`, and those of `data.val_path`.
 
     Raises:
-        DataError: a file or a row in it is wrong.
-        Problems: several are; of all files.
+        DataError: a file or a row in it is invalid.
+        Problems: several are, in any of the files.
     """
     problems: list[MensError] = []
     sides = []
@@ -177,7 +177,7 @@ def read_each(
     read: Callable[[Path, Reading], FileOfRows],
     problems: list[MensError],
 ) -> list[FileOfRows]:
-    """Read the files that a setting names; what is wrong with any of them is added."""
+    """Read the files of a setting; errors are appended to `problems`."""
     files = []
     try:
         paths = resolve_files(names, reading.setting)
@@ -193,17 +193,17 @@ def read_each(
 
 
 def pairs_of(files: Sequence[FileOfRows]) -> list[TrainingPair]:
-    """Return the rows of files, one file after the other."""
+    """Return the rows of all files, in file order."""
     return [pair for file in files for pair in file.pairs]
 
 
 def described(config: RowsData, files: Sequence[FileOfRows], role: str) -> Iterator[RowsFile]:
-    """Yield what the record says of each file or split.
+    """Yield the record of each file or split.
 
     Args:
-        config: what named them.
-        files: what was read.
-        role: what their rows are for.
+        config: the `data` group.
+        files: the files as read.
+        role: the role of their rows.
     """
     commit = hub_rows.pinned(config) if isinstance(config, HubData) else None
     for file in files:
@@ -219,15 +219,15 @@ def described(config: RowsData, files: Sequence[FileOfRows], role: str) -> Itera
 
 
 def refuse_leakage(rows: Sequence[TrainingPair], val: Sequence[TrainingPair]) -> None:
-    """Refuse validation rows that also occur among the other rows, or share their group.
+    """Refuse validation rows that also occur among the other rows, or share a group with one.
 
     Args:
-        rows: the rows to train on and to hold out.
-        val: the rows to validate on.
+        rows: the training and held-out rows.
+        val: the validation rows.
 
     Raises:
-        DataError: a validation row is also one of the others, or shares its group (its
-            prompt, where it has no group); both places are named.
+        DataError: a validation row occurs among the others or shares a group with one (for rows
+            without a group, the prompt); both locations are named.
         Problems: several do.
     """
     known = {pair.id: pair for pair in reversed(rows)}
@@ -242,7 +242,7 @@ def refuse_leakage(rows: Sequence[TrainingPair], val: Sequence[TrainingPair]) ->
 
 
 def raise_leaks(first: Sequence[tuple[TrainingPair, TrainingPair]], count: int) -> None:
-    """Refuse so many validation rows, the first of them told with the row that answers each.
+    """Refuse `count` validation rows, and name the first of them with their counterparts.
 
     Raises:
         DataError: there is one.
@@ -271,10 +271,9 @@ def _leak(pair: TrainingPair, other: TrainingPair) -> DataError:
 class Rows:
     """The three sides of a split, the hash of all rows in order, and their origin.
 
-    ``taken`` records how they were selected: quarantined rows, rows refused by filters, the drawing
-    of a mix. ``bad`` are the quarantined rows. For streamed rows, these are the first window's. If
-    rows stay on disk, ``sides_sha256`` holds the hashes of the sides, which would otherwise require
-    reading them again.
+    ``taken`` records how rows were selected: quarantine, filters, the draw of a mix. ``bad`` holds
+    the quarantined rows. For streamed rows, the sides hold the first window. If rows stay on disk,
+    ``sides_sha256`` holds the hashes of the sides, which saves reading them again.
     """
 
     source: str
@@ -289,7 +288,7 @@ class Rows:
     sides_sha256: Mapping[Side, str] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
-        """Return files and choice for a manifest or a plan; nothing of what does not apply."""
+        """Return files and selection for a manifest or a plan; omit what does not apply."""
         return ({"files": records(self.files)} if self.files else {}) | self.taken
 
     def side_sha256(self, side: Side) -> str:
@@ -298,7 +297,7 @@ class Rows:
 
 
 def refuse_empty(side: Side, rows: int) -> DataError:
-    """Return that a side which a run needs has none of so many rows."""
+    """Return the error for a required side that is empty."""
     return DataError(
         f"no row is left for {side.value}",
         where="data",
@@ -312,8 +311,8 @@ def store_rows(path: Path, header: Mapping[str, Any], pairs: Sequence[TrainingPa
     """Write rows to the cache, all or nothing.
 
     Args:
-        path: the file; its directory is made where it is missing.
-        header: what the rows are, plain JSON values; `format` and `version` among them.
+        path: the file; its directory is created if it is missing.
+        header: JSON values that describe the rows, including `format` and `version`.
         pairs: the rows.
 
     Raises:
@@ -339,10 +338,10 @@ def load_stored_rows(
 
     Args:
         path: the file.
-        content_sha256: what its header must say they were made of.
+        content_sha256: the expected source hash in its header.
 
     Returns:
-        The header and the rows; None where there is no file, or none that can be trusted.
+        The header and the rows; None if the file is missing, damaged or stale.
     """
     try:
         head, _, rows = path.read_bytes().partition(b"\n")

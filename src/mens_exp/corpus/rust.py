@@ -1,4 +1,4 @@
-"""Rust sources: parsed with tree-sitter, split into items as written, and formatted by rustfmt.
+"""Rust sources: parsed with tree-sitter, split into items, and formatted by rustfmt.
 
 The canonical form is rustfmt's default layout for edition 2021, with comments kept. rustfmt opens
 the files named by a source's ``mod`` declarations, so it runs in a sandbox. One call formats many
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
     from mens_exp.sandbox.program import Execution, Limits, Rustfmt, Sandbox
 
 EXTRA: Final = "pip install 'mens-exp[corpus]'"
-# Where a line's first blanks are the text's own, not the layout's.
+# Nodes in which leading white space is content, not layout.
 _VERBATIM: Final = frozenset({"string_literal", "raw_string_literal", "block_comment"})
 
 
 def parse_rust(data: bytes) -> Tree:
-    """Parse Rust; what does not parse stands in the tree as errors.
+    """Parse Rust; the tree contains error nodes for invalid code.
 
     Args:
-        data: UTF-8.
+        data: UTF-8 source.
 
     Raises:
         MissingExtra: tree-sitter or its grammar for Rust is not installed.
@@ -61,7 +61,7 @@ def _parser() -> Parser:
 
 
 def first_error(tree: Tree) -> tuple[int, int] | None:
-    """Return line and column, from 1, of the first thing that is no Rust; None where all is."""
+    """Return line and column, from 1, of the first syntax error; None if there is none."""
     node = tree.root_node
     if not node.has_error:
         return None
@@ -74,7 +74,7 @@ def first_error(tree: Tree) -> tuple[int, int] | None:
 
 
 def text_of(node: Node) -> str:
-    """Return what a node spans."""
+    """Return the text of a node."""
     return (node.text or b"").decode("utf-8")
 
 
@@ -82,8 +82,8 @@ def outer_doc(comment: Node) -> str | None:
     """Return the text of an outer doc comment, ``///`` or ``/** */``, without its marks.
 
     Returns:
-        The text, less the one blank that usually follows the marks; None where the node is no
-        such comment.
+        The text without the one space that usually follows the marks; None if the node is not an
+        outer doc comment.
     """
     parts = {child.type: child for child in comment.named_children}
     if "outer_doc_comment_marker" not in parts:
@@ -96,12 +96,12 @@ def outer_doc(comment: Node) -> str | None:
 
 
 def cut_rust(data: bytes, nodes: list[Node], end: int | None = None) -> str:
-    """Return what neighbours span, dedented; a line that begins within a string is left as it is.
+    """Return the dedented text of adjacent nodes; lines that begin within a string are unchanged.
 
     Args:
         data: the file.
-        nodes: an item's attributes and the item, say.
-        end: the byte to stop before; None is the last node's end.
+        nodes: adjacent nodes, such as an item's attributes and the item.
+        end: the byte to stop before; None stops at the end of the last node.
     """
     column, row = nodes[0].start_point.column, nodes[0].start_point.row
     within = {row for node in nodes for row in _verbatim_rows(node)}
@@ -120,7 +120,7 @@ def _dedented(line: str, column: int) -> str:
 
 
 def _verbatim_rows(node: Node) -> Iterator[int]:
-    """Yield the rows of the file that begin within a string or a comment of a node."""
+    """Yield the file's rows that begin within a string or block comment of a node."""
     waiting = [node]
     while waiting:
         node = waiting.pop()
@@ -131,10 +131,10 @@ def _verbatim_rows(node: Node) -> Iterator[int]:
 
 
 EDITION: Final = "2021"
-_AT_ONCE: Final = 64  # sources of one call
-_OUTPUT_KIB: Final = 64  # of one source; rows are far shorter
+_AT_ONCE: Final = 64  # sources per call
+_OUTPUT_KIB: Final = 64  # per source; rows are far shorter
 _WORDS: Final = re.compile(r"\w+")
-_ABI: Final = re.compile(r'\bextern\s+"C"')  # rustfmt writes out what is meant
+_ABI: Final = re.compile(r'\bextern\s+"C"')  # rustfmt makes the implied ABI explicit
 _FAILED: Final = "rustfmt failed"
 _MORE: Final = "rustfmt changed more than the layout"
 _SCRIPT: Final = 'exec "$0" --edition "$1" --emit stdout --config-path rustfmt.toml ./*.rs'
@@ -142,14 +142,14 @@ _SCRIPT: Final = 'exec "$0" --edition "$1" --emit stdout --config-path rustfmt.t
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Formatted:
-    """A source in canonical form, or as it was with the reason why it is not."""
+    """A source in canonical form, or unchanged with the reason."""
 
     text: str
     problem: str | None = None
 
 
 def rustfmt_version() -> str | None:
-    """Return the version of this machine's rustfmt, None where there is none."""
+    """Return the version of the installed rustfmt; None if it is not installed."""
     try:
         return find_rustfmt(find_rust()).version
     except SetupError:
@@ -163,9 +163,9 @@ class RustFormatter:
         """Find rustfmt.
 
         Args:
-            sandbox: where it runs.
-            limits: of one call.
-            workers: calls at once; None is one for each processor.
+            sandbox: the sandbox to run it in.
+            limits: limits of one call.
+            workers: concurrent calls; None uses one per processor.
 
         Raises:
             SetupError: rustc or rustfmt is not installed.
@@ -180,14 +180,14 @@ class RustFormatter:
         return self._tool.version
 
     def formatted(self, sources: Sequence[str]) -> list[Formatted]:
-        """Format sources, in their order.
+        """Format sources, and return them in order.
 
         Raises:
-            SetupError: the sandbox broke.
+            SetupError: the sandbox failed.
         """
         batches = [sources[at : at + _AT_ONCE] for at in range(0, len(sources), _AT_ONCE)]
         found = [one for some in self._formatted(batches) for one in some]
-        # What one source did to rustfmt is no reason for the others of its call.
+        # Retry alone: one source may have made rustfmt fail on the others of its call.
         again = [number for number, one in enumerate(found) if one is None]
         alone = dict(zip(again, self._formatted([[sources[n]] for n in again]), strict=True))
         return [
@@ -196,8 +196,8 @@ class RustFormatter:
         ]
 
     def _formatted(self, batches: Sequence[Sequence[str]]) -> Iterator[list[Formatted | None]]:
-        """Yield what came of each call; None for a source that it says nothing of."""
-        # Nothing in a source can name a file of this call, or look like the head of one.
+        """Yield the results of each call; None for a source without a result."""
+        # Random file names: a source can neither name a file of its call nor imitate a header.
         words = [secrets.token_hex(16) for _ in batches]
         programs = [self._program(*one) for one in zip(words, batches, strict=True)]
         executions = run_all(self._sandbox, programs, self._limits, self._workers)
@@ -214,7 +214,7 @@ class RustFormatter:
 
 
 def _read(word: str, sources: Sequence[str], execution: Execution) -> list[Formatted | None]:
-    """Take the output apart: before each source's text stands a line with its file's path."""
+    """Split the output, in which a line with the file's path precedes each source."""
     head = re.compile(rf"^[^\n]*/{word}(\d{{4}})\.rs:\n\n", re.MULTILINE)
     heads = list(head.finditer(execution.stdout))
     ends = [*(one.start() for one in heads), len(execution.stdout)][1:]
@@ -223,7 +223,7 @@ def _read(word: str, sources: Sequence[str], execution: Execution) -> list[Forma
     }
     is_whole = execution.outcome in {Outcome.ok, Outcome.failed}
     if not is_whole and texts:
-        del texts[max(texts)]  # it was being written
+        del texts[max(texts)]  # incomplete
     found: list[Formatted | None] = []
     for number, source in enumerate(sources):
         problem = _refusal(execution.stderr, f"{word}{number:04d}.rs")
@@ -241,7 +241,7 @@ def _read(word: str, sources: Sequence[str], execution: Execution) -> list[Forma
 
 
 def _refusal(said: str, file: str) -> str | None:
-    """Return the first thing that rustfmt says against a file, with line and column."""
+    """Return rustfmt's first error in a file, with line and column."""
     found = re.search(
         rf"^error[^\n:]*: ([^\n]*)\n(?:[^\n]*\n)??\s*-->\s[^\n]*/{file}:(\d+):(\d+)",
         said,
@@ -249,13 +249,13 @@ def _refusal(said: str, file: str) -> str | None:
     )
     if found is None:
         return None
-    # A message may name the sandbox's own path.
+    # A message may contain a path in the sandbox.
     message = found[1] if file[:32] not in found[1] else "a file that it names cannot be read"
     return f"line {found[2]}, column {found[3]}: {message}"
 
 
 def _failure(execution: Execution) -> str:
-    """Say how rustfmt ended over a source, where it says nothing of a place in it."""
+    """Describe a failure for which rustfmt reports no position."""
     if "failed to resolve mod" in execution.stderr:
         return "it declares a module that is in another file"
     if execution.outcome in {Outcome.ok, Outcome.failed}:
@@ -264,5 +264,5 @@ def _failure(execution: Execution) -> str:
 
 
 def _words(source: str) -> Counter[str]:
-    """Count what layout does not change; a file that another source read in would."""
+    """Count words, which formatting preserves unless rustfmt inlines another source's file."""
     return Counter(_WORDS.findall(_ABI.sub("extern", source)))

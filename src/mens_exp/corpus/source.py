@@ -63,8 +63,8 @@ _KEPT: ContextVar[_Kept | None] = ContextVar("kept", default=None)
 def rows_read_once() -> Iterator[None]:
     """Let readers inside the block share rows; see ``keep`` of `load_rows`.
 
-    Checks, plan and training then speak of the same rows, and the cells of a sweep are checked
-    without reading them for each. A file that has changed meanwhile is read again.
+    Checks, plan and training then use the same rows, and the cells of a sweep are checked without
+    reading the rows once per cell. A file that has changed in the meantime is read again.
     """
     if _KEPT.get() is not None:
         yield
@@ -85,16 +85,16 @@ def load_rows(config: DataConfig, cache: Path, *, keep: bool = False) -> Rows:
 
     Args:
         config: the `data` group.
-        cache: folder where an extraction is kept.
-        keep: leave them in memory for the next reader inside `rows_read_once`. Checks and plans
-            do; a task takes them, so that they are in memory no longer than it needs them.
+        cache: the cache directory for extracted rows.
+        keep: keep the rows in memory for the next reader inside `rows_read_once`. Checks and plans
+            do; a task does not, so that it can free them.
 
     Raises:
-        DataError: a file or a row in it is wrong, too many rows are bad, no row passes the
-            filters, a side of the split is empty, or a row to validate on is also one of the
-            others, or more synthetic rows are asked for than there are.
+        DataError: a file or a row in it is invalid, too many rows are bad, no row passes the
+            filters, a side of the split is empty, a validation row is also one of the others, or
+            more synthetic rows are requested than exist.
         Problems: several of them.
-        MensError: a dataset of the hub cannot be had.
+        MensError: a dataset of the Hub is not available.
     """
     kept = _KEPT.get()
     files = None if kept is None else _files_of(config)
@@ -109,7 +109,7 @@ def load_rows(config: DataConfig, cache: Path, *, keep: bool = False) -> Rows:
 
 
 def _files_of(config: DataConfig) -> list[tuple[Any, ...]] | None:
-    """Identify the files that rows come from; None if that does not settle what is read."""
+    """Identify the source files of rows; None if the files do not determine the rows."""
     if isinstance(config, RowsData) and config.streaming:
         return None
     found: list[tuple[Any, ...]] = []
@@ -124,7 +124,7 @@ def _files_of(config: DataConfig) -> list[tuple[Any, ...]] | None:
             for path in resolve_files(names or [], setting):
                 seen = path.stat()
                 found.append((path.resolve(), seen.st_size, seen.st_mtime_ns, seen.st_ino))
-    except (MensError, OSError):  # told when they are read
+    except (MensError, OSError):  # reported when they are read
         return None
     return found
 
@@ -133,7 +133,7 @@ def _loaded(config: DataConfig, cache: Path) -> Rows:
     if isinstance(config, RowsData) and config.streaming:
         return _first_rows(config)
     if isinstance(config, JsonlData) and is_large(config):
-        from mens_exp.corpus import large_files  # small files do without
+        from mens_exp.corpus import large_files  # not needed for small files
 
         return large_files.load(config, cache)
     taken: dict[str, Any] = {}
@@ -146,7 +146,7 @@ def _loaded(config: DataConfig, cache: Path) -> Rows:
         taken["filtered"] = _filtered(list(corpora.values()), config.filter)
     pairs = [pair for corpus in corpora.values() for pair in corpus.pairs]
     apart = [corpus.val for corpus in corpora.values() if corpus.val is not None]
-    val = apart[0] if apart else None  # no source of a mix has any
+    val = apart[0] if apart else None  # sources of a mix have none
     if val is not None:
         refuse_leakage(pairs, val)
     sides = _sides(config, pairs, val)
@@ -165,7 +165,7 @@ def _loaded(config: DataConfig, cache: Path) -> Rows:
 
 
 def _first_rows(config: RowsData) -> Rows:
-    """Read the first window of rows that are streamed, and those to validate on."""
+    """Read the first window of streamed rows, and the validation rows."""
     from mens_exp.corpus.mix import RowStream
 
     apart = read_apart(config)
@@ -203,7 +203,7 @@ def _first_rows(config: RowsData) -> Rows:
 
 @dataclass(slots=True)
 class _Corpus:
-    """The rows of one source, those to validate on apart where it names some."""
+    """The rows of one source, with separate validation rows if it has any."""
 
     pairs: list[TrainingPair]
     val: list[TrainingPair] | None = None
@@ -214,7 +214,7 @@ class _Corpus:
 
 
 def _corpora(config: DataConfig, cache: Path) -> dict[str, _Corpus]:
-    """Read the source, or those of a mix, each through its own filter; all problems together."""
+    """Read and filter each source, and report all problems together."""
     if not isinstance(config, MixData):
         return {config.source: _read(config, cache)}
     found: dict[str, _Corpus] = {}
@@ -239,7 +239,7 @@ def _corpora(config: DataConfig, cache: Path) -> dict[str, _Corpus]:
 
 
 def _read(config: DataConfig, cache: Path) -> _Corpus:
-    """Read all rows of one source; filters come after."""
+    """Read all rows of one source, unfiltered."""
     if isinstance(config, SyntheticData):
         return _Corpus(synthetic.load(config, cache).pairs)
     if isinstance(config, GivenData):
@@ -263,7 +263,7 @@ def _read(config: DataConfig, cache: Path) -> _Corpus:
 
 
 def _filtered(corpora: Sequence[_Corpus], config: FilterConfig) -> dict[str, Any]:
-    """Filter all rows alike, and return how many each filter refused."""
+    """Apply the same filters to all rows in place, and return the counts."""
     refused: Counter[str] = Counter()
     before = kept = 0
     for role in ("pairs", "val"):
@@ -302,7 +302,7 @@ def _mixed(
     corpora: Mapping[str, _Corpus],
     train: list[TrainingPair],
 ) -> tuple[list[TrainingPair], dict[str, Any]]:
-    """Draw the training rows of a mix; the split is one for all, so that no prompt is on two sides.
+    """Draw the training rows of a mix, which is split as a whole: no prompt is on two sides.
 
     Returns:
         The rows, and the record of the draw.
@@ -320,7 +320,7 @@ def _mixed(
 
 
 def labelling_of(config: RunConfig) -> Labelling:
-    """Return how a configuration labels rows, as ids and masks."""
+    """Return the configured labelling: how rows become token ids and masks."""
     settings, spec = config.objective, config.objective.spec
     selected = spec.selected(settings)
     truncation = config.data.truncation

@@ -1,10 +1,10 @@
 """Exclude rows by filters, and assign the rest to sides by their group alone.
 
-Filters look at labels and texts; exact duplicates are found by normalized response. The side of a
-group is derived from the SHA-256 of its name. It does not depend on a seed or on row order, so runs
-with different seeds are validated on the same rows, and added rows do not move existing ones. The
+Filters use labels and texts; exact duplicates are found by normalized response. The side of a group
+is derived from the SHA-256 of its name. It does not depend on a seed or on row order, so runs with
+different seeds are validated on the same rows, and added rows do not move existing ones. The
 exception is a corpus with few groups, see `split`. For millions of groups, 64-bit prefixes of the
-hashes are used instead of their names.
+hashes replace the names.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from mens_exp.config.data import FilterConfig
     from mens_exp.rows.schema import TrainingPair
 
-# The first word after an opening fence; rustdoc puts more behind a comma.
+# The first word after an opening fence; rustdoc adds attributes after a comma.
 _FENCE: Final = re.compile(r"^ {0,3}(?:`{3,}|~{3,})[ \t]*([^\s,`~{]+)", re.MULTILINE)
 
 
 def asked(config: FilterConfig) -> dict[str, Any]:
-    """Return the filters that are set, by name, in the order in which rows pass them."""
+    """Return the configured filters by name, in order of application."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -54,8 +54,8 @@ def filtered(
         config: the filters.
 
     Returns:
-        The rows that pass, in their order, and how many each filter refused; a row counts for the
-        first filter that it fails, so that the counts add up to the rows that are gone.
+        The rows that pass, in order, and the number refused by each filter. A row counts for the
+        first filter that it fails, so the counts add up to the number of refused rows.
     """
     wanted = asked(config)
     refused: Counter[str] = Counter()
@@ -70,7 +70,7 @@ def filtered(
 
 
 def first_failed(pair: TrainingPair, wanted: Mapping[str, Any]) -> str | None:
-    """Return the first of the filters, as `asked` has them, that a row fails; None for none."""
+    """Return the first filter (from `asked`) that a row fails; None if it passes all."""
     return next((name for name, value in wanted.items() if not _PASSES[name](pair, value)), None)
 
 
@@ -78,11 +78,11 @@ def refuse_nothing_left(before: int, refused: Counter[str]) -> None:
     """Refuse filters that no row passes.
 
     Args:
-        before: how many rows there were.
-        refused: how many each filter refused.
+        before: number of rows before the filters.
+        refused: number of rows refused by each filter.
 
     Raises:
-        DataError: all of them.
+        DataError: all rows were refused.
     """
     if before and sum(refused.values()) == before:
         counts = ", ".join(f"{name} refused {count}" for name, count in refused.items())
@@ -100,7 +100,7 @@ def _category(pair: TrainingPair, value: str) -> bool:
 
 
 def _language(pair: TrainingPair, value: str) -> bool:
-    """Hold a row's language against the one asked for; without one its answers' fences tell."""
+    """Compare a row's language, or else the labels of fences in its answers, with `value`."""
     if pair.language is not None:
         return pair.language.casefold() == value.casefold()
     fences = (name for _, said in pair.exchanges for name in _FENCE.findall(said))
@@ -122,13 +122,13 @@ _PASSES: Final[dict[str, Callable[[TrainingPair, Any], bool]]] = {
 
 
 def without_duplicates(pairs: Iterable[TrainingPair]) -> tuple[list[TrainingPair], int]:
-    """Drop rows whose response is that of an earlier row.
+    """Drop rows whose response equals that of an earlier row.
 
     Args:
-        pairs: the rows, in an order that the caller keeps stable.
+        pairs: the rows in a stable order.
 
     Returns:
-        The first row of each response, in the order given, and how many were dropped.
+        The first row of each response, in order, and the number of dropped rows.
     """
     kept: dict[str, TrainingPair] = {}
     rows = list(pairs)
@@ -144,12 +144,12 @@ def response_key(response: str) -> str:
         response: code or prose.
 
     Returns:
-        For code that parses as Python, a hash of its syntax tree: layout and comments
-        do not count. For anything else, and for a tree nested too deeply to be written down, a
-        hash of its words.
+        For code that parses as Python, a hash of its syntax tree, without layout and comments. For
+        anything else, and for a tree nested too deeply to serialize, a hash of the text with
+        normalized white space.
     """
     tree = parse(response)
-    # Only comments make an empty tree, and there the comments are what is said.
+    # The tree of a text with nothing but comments is empty; then the comments are compared.
     meaning = f"text:{normalised(response)}"
     if tree and tree.body:
         with contextlib.suppress(RecursionError):
@@ -158,14 +158,14 @@ def response_key(response: str) -> str:
 
 
 def _spelled(tree: ast.Module) -> str:
-    """Write down a tree: equal where `ast.dump` is, in a quarter of its time (measured)."""
+    """Serialize a tree, equal iff `ast.dump` is, in a quarter of its time (measured)."""
     parts: list[str] = []
     _spell(tree, parts)
     return "\0".join(parts)
 
 
 def _spell(node: ast.AST, parts: list[str]) -> None:
-    """Append a kind of node, which says how many fields follow, and its fields."""
+    """Append a node's kind, which determines the number of fields, and its fields."""
     kind = type(node)
     parts.append(kind.__name__)
     for name in kind._fields:
@@ -185,11 +185,11 @@ def _spell(node: ast.AST, parts: list[str]) -> None:
 
 
 def normalised(text: str) -> str:
-    """Return the text with every run of white space made one space, and none at the ends."""
+    """Collapse white space to single spaces, and strip the ends."""
     return " ".join(text.split())
 
 
-PROJECT_END: Final = "::"  # after the project in a group such as serde::src/lib.rs
+PROJECT_END: Final = "::"  # separates project and file in a group such as serde::src/lib.rs
 
 
 class Side(StrEnum):
@@ -201,15 +201,14 @@ class Side(StrEnum):
 
 
 def group_of(pair: TrainingPair) -> str:
-    """Return the group that must stay on one side together with the row.
+    """Return the group of a row, which must stay on one side of the split.
 
     Args:
         pair: the row.
 
     Returns:
-        Its group; where it has none, its first prompt up to white space, so that two
-        answers to one question, or two ways on from it, are never on two sides; a plain text is
-        its own group.
+        Its group. Without one, its first prompt with normalized white space, so that two answers
+        to one question, or two continuations, are on the same side; a plain text is its own group.
     """
     if pair.is_text:
         return pair.group or f"text:{normalised(pair.response)}"
@@ -217,15 +216,15 @@ def group_of(pair: TrainingPair) -> str:
 
 
 def project_of(pair: TrainingPair) -> str:
-    """Return the project of a row: its group up to the first ``::``; without one, its group."""
+    """Return the project of a row: its group up to the first ``::``, or the whole group."""
     return pair.group.partition(PROJECT_END)[0] if PROJECT_END in pair.group else group_of(pair)
 
 
 def side_of(group: str, val_frac: float, heldout_frac: float) -> Side:
     """Return the side of one group.
 
-    Held-out takes the low end of the hash's range and validation the high end: changing
-    one of the two fractions moves groups to or from train only.
+    Held-out groups have the lowest hashes and validation groups the highest, so changing one
+    fraction moves groups only to or from train.
 
     Args:
         group: the group's name.
@@ -233,7 +232,7 @@ def side_of(group: str, val_frac: float, heldout_frac: float) -> Side:
         heldout_frac: share of the groups to hold out, in [0, 1).
 
     Returns:
-        The side, a function of the arguments only.
+        The side, which depends on the arguments only.
 
     Raises:
         ConfigError: a fraction is outside [0, 1), or no rows are left to train on.
@@ -243,7 +242,7 @@ def side_of(group: str, val_frac: float, heldout_frac: float) -> Side:
 
 
 def side_at(position: float, val_frac: float, heldout_frac: float) -> Side:
-    """Return the side of a position in [0, 1), as `position_of` gives it."""
+    """Return the side of a position in [0, 1), as computed by `position_of`."""
     if position < heldout_frac:
         return Side.HELDOUT
     return Side.VAL if position >= 1 - val_frac else Side.TRAIN
@@ -252,14 +251,13 @@ def side_at(position: float, val_frac: float, heldout_frac: float) -> Side:
 def split(
     pairs: Sequence[TrainingPair], val_frac: float, heldout_frac: float
 ) -> dict[Side, list[TrainingPair]]:
-    """Divide rows into the three sides, whole groups at a time.
+    """Split rows into the three sides by group.
 
-    Hashing leaves the shares to chance, and with few groups a side can come out empty
-    although its fraction is above zero. Then the groups are ranked by their hash instead:
-    the first ranks are held out, the last ones validate, each side with its share rounded
-    and at least one group. With fewer groups than sides asked for, train is served first,
-    then validation, and what is left stays empty. This is deterministic and as seed-free as
-    `side_of`, but a group added to such a small corpus may move another one.
+    Hashing makes the shares random, and with few groups a side can be empty although its fraction
+    is above zero. Then the groups are ranked by hash instead: the first are held out and the last
+    are used for validation, each side with its rounded share and at least one group. With fewer
+    groups than requested sides, train comes first, then validation. This is deterministic and
+    needs no seed, but a group added to such a small corpus may move another one.
 
     Args:
         pairs: the rows.
@@ -307,7 +305,7 @@ def assert_disjoint(sides: Mapping[Side, Iterable[TrainingPair]]) -> None:
 
 
 def check_fractions(val_frac: float, heldout_frac: float) -> None:
-    """Refuse shares that are none, or leave nothing to train on.
+    """Refuse invalid shares, and shares that leave nothing to train on.
 
     Raises:
         ConfigError: one is outside [0, 1), or their sum is not below 1.
@@ -332,13 +330,13 @@ def _wanted(val_frac: float, heldout_frac: float) -> set[Side]:
 
 
 def hash_prefix(group: str) -> int:
-    """Return the first 64 bits of the SHA-256 of a group's name, which place it."""
+    """Return the first 64 bits of the SHA-256 of a group's name."""
     return int.from_bytes(hashlib.sha256(group.encode("utf-8")).digest()[:8], "big")
 
 
 def position_of(head: int) -> float:
-    """Map the head of a group's hash to [0, 1), evenly."""
-    # 53 bits, what a float holds exactly: more could round up to 1.0
+    """Map a hash prefix uniformly to [0, 1)."""
+    # 53 bits, which a float holds exactly: more could round up to 1.0
     return math.ldexp(head >> 11, -53)
 
 
@@ -353,10 +351,10 @@ def _by_rank(groups: Iterable[str], val_frac: float, heldout_frac: float) -> dic
 
 
 def ranks(total: int, val_frac: float, heldout_frac: float) -> tuple[int, int]:
-    """Return how many of few groups, by rank of their hash, are held out first and validate last.
+    """Return the number of held-out (first) and validation (last) groups in a ranked split.
 
     Args:
-        total: how many groups there are.
+        total: number of groups.
         val_frac: share of the groups for validation, in [0, 1).
         heldout_frac: share of the groups to hold out, in [0, 1).
     """
@@ -364,7 +362,7 @@ def ranks(total: int, val_frac: float, heldout_frac: float) -> tuple[int, int]:
     def share(frac: float, most: int) -> int:
         return min(max(1, round(frac * total)), most) if frac > 0 else 0
 
-    spare = max(total - 1, 0)  # one group is train's before any other side gets one
+    spare = max(total - 1, 0)  # train gets the first group
     val = share(val_frac, spare - 1 if heldout_frac > 0 and spare > 1 else spare)
     return share(heldout_frac, spare - val), val
 
@@ -374,9 +372,9 @@ HashPrefixes: TypeAlias = "NDArray[np.uint64]"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """The bounds of the sides among the heads: held out up to one, validated on from another.
+    """The hash prefixes at which sides end: held-out up to one, validation from another.
 
-    ``ranked`` says that they follow the ranks of few groups, as `corpus.split.split` has it.
+    ``ranked`` means that they follow the ranks of few groups, as in `split`.
     """
 
     heldout_until: int
@@ -390,7 +388,7 @@ class Bounds:
         return Side.VAL if head >= self.val_from else Side.TRAIN
 
     def masks(self, heads: HashPrefixes) -> dict[Side, NDArray[np.bool_]]:
-        """Tell which groups are on each side."""
+        """Return a mask over the groups for each side."""
         none = np.zeros(len(heads), bool)
         held = heads <= np.uint64(self.heldout_until) if self.heldout_until >= 0 else none
         val = heads >= np.uint64(self.val_from) if self.val_from < 2**64 else none
@@ -398,19 +396,19 @@ class Bounds:
 
 
 def distinct(heads: array[int] | HashPrefixes) -> HashPrefixes:
-    """Return each head once, in their order."""
+    """Return the distinct hash prefixes, sorted."""
     return np.unique(np.asarray(heads, dtype=np.uint64))
 
 
 def bounds_of(groups: HashPrefixes, val_frac: float, heldout_frac: float) -> Bounds:
-    """Return the bounds of the sides, for groups that are `distinct`.
+    """Return the bounds of the sides.
 
     Args:
-        groups: the heads of all groups.
+        groups: the hash prefixes of all groups, from `distinct`.
         val_frac: share of the groups for validation, in [0, 1).
         heldout_frac: share of the groups to hold out, in [0, 1).
     """
-    positions = np.ldexp((groups >> np.uint64(11)).astype(np.float64), -53)  # as position_of has it
+    positions = np.ldexp((groups >> np.uint64(11)).astype(np.float64), -53)  # as in position_of
     total = len(groups)
     heldout = int(np.searchsorted(positions, heldout_frac))
     val = total - max(int(np.searchsorted(positions, 1 - val_frac)), heldout)

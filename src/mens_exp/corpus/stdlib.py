@@ -1,8 +1,8 @@
 """``data=stdlib``: documented functions of the running interpreter's standard library.
 
 This is real code that comes with every Python and needs no download. Tests, bundled packages and
-generated caches are excluded. Extraction takes seconds, so its result is cached under a name that
-contains the hash of the source files: another interpreter has another cache file.
+generated caches are excluded. Extraction takes seconds, so the result is cached under a name that
+contains the hash of the source files; each interpreter has its own cache file.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 CATEGORY: Final = "stdlib"
 CACHE_FORMAT: Final = "mens_exp_stdlib"
-# Raise it with every change to what is extracted: an older cache is then not found.
+# Increase it with every change to the extraction, so that an older cache is not found.
 CACHE_VERSION: Final = 1
 SKIPPED_DIRECTORIES: Final = frozenset(
     {
         "__pycache__",
-        "_bundled",  # ensurepip's wheels, other people's code
+        "_bundled",  # ensurepip's wheels, third-party code
         "dist-packages",
         "idle_test",
         "site-packages",
@@ -41,7 +41,7 @@ SKIPPED_DIRECTORIES: Final = frozenset(
         "turtledemo",
     }
 )
-# Written by whoever set up the machine, not part of the library.
+# Site-specific, not part of the library.
 SKIPPED_FILES: Final = frozenset({"sitecustomize.py", "usercustomize.py"})
 
 
@@ -50,10 +50,10 @@ class Extraction:
     """The functions taken from a library.
 
     Attributes:
-        pairs: the rows, by file and position, free of exact duplicates.
-        content_sha256: hash of the files read, as `stdlib_digest` gives it.
+        pairs: the rows, by file and position, without exact duplicates.
+        content_sha256: hash of the files read, from `stdlib_digest`.
         files: number of files read.
-        dropped: what was not taken, counted by reason.
+        dropped: number of skipped functions by reason.
     """
 
     pairs: list[TrainingPair]
@@ -69,7 +69,7 @@ def extract(root: Path | None = None) -> Extraction:
         root: the library's directory; None means the running interpreter's.
 
     Returns:
-        The pairs; each one's group is its file, relative to the root.
+        The pairs, grouped by file path relative to the root.
 
     Raises:
         SetupError: there are no source files.
@@ -97,7 +97,7 @@ def extract(root: Path | None = None) -> Extraction:
 
 
 def stdlib_digest(root: Path | None = None) -> str:
-    """Hash the files that `extract` would read, without parsing them.
+    """Hash the files that `extract` reads, without parsing them.
 
     Args:
         root: the library's directory; None means the running interpreter's.
@@ -115,11 +115,11 @@ def load(cache: Path, root: Path | None = None) -> Extraction:
     """Return the result of `extract`, from the cache if it is present and intact.
 
     Args:
-        cache: the cache directory; made where it is missing.
+        cache: the cache directory; created if it is missing.
         root: the library's directory; None means the running interpreter's.
 
     Returns:
-        The extraction. A damaged cache file is made anew.
+        The extraction. A damaged cache file is replaced.
 
     Raises:
         SetupError: there are no source files, or the cache cannot be written.
@@ -147,7 +147,7 @@ def is_cached(cache: Path, root: Path | None = None) -> bool:
 
 
 def source_bytes(root: Path | None = None) -> int:
-    """Return the size, in bytes, of the files that `extract` would read."""
+    """Return the size in bytes of the files that `extract` reads."""
     return sum(len(data) for _, data in _files(_root(root)))
 
 
@@ -185,7 +185,7 @@ def _walk(directory: Path) -> Iterator[Path]:
         return
     for entry in directory.iterdir():
         if entry.is_dir():
-            # A link to a directory could lead out of the library, or in a circle.
+            # A directory link could lead out of the library or form a cycle.
             if entry.name not in SKIPPED_DIRECTORIES and not entry.is_symlink():
                 yield from _walk(entry)
         elif entry.suffix == ".py" and entry.name not in SKIPPED_FILES and entry.is_file():
@@ -193,7 +193,7 @@ def _walk(directory: Path) -> Iterator[Path]:
 
 
 def _read(path: Path, content: str) -> Extraction | None:
-    """Read a cache file; None where there is none, or none that can be trusted."""
+    """Read a cache file; return None if it is missing, damaged or stale."""
     try:
         header, pairs = load_stored_rows(path, content) or ({}, [])
         return Extraction(

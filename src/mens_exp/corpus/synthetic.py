@@ -1,8 +1,8 @@
-"""``data=synthetic``: rows of the generator, kept in the cache.
+"""``data=synthetic``: generated rows, kept in the cache.
 
-A side's rows come from families of its own, so that what is validated or held out is never a
-variant of what is trained on. The cache file is named by all that the rows depend on: the
-settings, the generator's own source and the interpreter, whose messages repair rows quote.
+Each side has its own task families, so that validation and held-out rows are never variants of
+training rows. The name of the cache file covers everything the rows depend on: the settings, the
+generator's source, and the interpreter, whose error messages are quoted in repair rows.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Corpus:
     """The rows of all sides.
 
     Attributes:
-        pairs: train, validation, held out, each side's families taking turns.
-        dropped: draws of the generator that made no row, counted by reason.
+        pairs: train, validation, held-out rows, with each side's families interleaved.
+        dropped: draws of the generator that produced no row, by reason.
     """
 
     pairs: list[TrainingPair]
@@ -42,11 +42,11 @@ class Corpus:
 
 
 def load(config: SyntheticData, cache: Path) -> Corpus:
-    """Return the rows that a configuration asks for, from the cache where they are there.
+    """Return the configured rows, from the cache if possible.
 
     Args:
         config: the `data` group.
-        cache: the cache directory; made where it is missing.
+        cache: the cache directory; created if it is missing.
 
     Raises:
         DataError: the families do not have that many different tasks.
@@ -81,7 +81,7 @@ def load(config: SyntheticData, cache: Path) -> Corpus:
 
 
 def counts(config: SyntheticData) -> dict[Side, int]:
-    """Return how many rows each side gets."""
+    """Return the number of rows on each side."""
     train, val, heldout = config.rows_by_side()
     return {Side.TRAIN: train, Side.VAL: val, Side.HELDOUT: heldout}
 
@@ -92,7 +92,7 @@ def is_cached(config: SyntheticData, cache: Path) -> bool:
 
 
 def sides_of(pairs: Iterable[TrainingPair]) -> dict[Side, list[TrainingPair]]:
-    """Divide the rows of `load`: each goes where its family belongs, whatever the shares."""
+    """Assign each row of `load` to the side of its family; fractions do not matter."""
     from mens_exp.corpus.generator.generate import SIDES
 
     sides: dict[Side, list[TrainingPair]] = {side: [] for side in Side}
@@ -102,13 +102,13 @@ def sides_of(pairs: Iterable[TrainingPair]) -> dict[Side, list[TrainingPair]]:
 
 
 def made_by() -> str:
-    """Name what made the rows, apart from the settings."""
+    """Identify the generator and interpreter that produced the rows."""
     return f"generator {generator_sha256()[:12]}, Python {_python()}"
 
 
 @functools.cache
 def generator_sha256() -> str:
-    """Hash the generator's own source files."""
+    """Hash the generator's source files."""
     root = Path(generator.__file__).parent
     files = sorted(root.rglob("*.py"))
     return digest([(file.relative_to(root).as_posix(), sha256_file(file)) for file in files])

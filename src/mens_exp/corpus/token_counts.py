@@ -1,6 +1,6 @@
-"""Count the tokens that rows have as encoded for training, and what truncation takes.
+"""Count the tokens of rows as encoded for training, and the tokens lost to truncation.
 
-Lengths go into bins that grow with them: a distribution of any size in a few hundred counts.
+Lengths are counted in logarithmic bins, so any distribution takes a few hundred counts.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     from mens_exp.rows.schema import TrainingPair
     from mens_exp.tokenizer.load import Tokenizer
 
-_FINE: Final = 16  # bins an octave for quantiles, which are off by 2.2 % at most
-_SHOWN: Final = 2  # of them in the record
+_FINE: Final = 16  # bins per octave for quantiles, whose error is at most 2.2 %
+_SHOWN: Final = 2  # bins per octave in the record
 
 
 @dataclass(kw_only=True, slots=True)
 class Lengths:
-    """Counts of whole numbers from 0 on.
+    """A histogram of non-negative integers.
 
     Attributes:
-        count: how many.
-        total: their sum.
-        smallest: None without any.
-        largest: None without any.
-        bins: numbers by the bin that they are in.
+        count: number of values.
+        total: sum of the values.
+        smallest: None without values.
+        largest: None without values.
+        bins: number of values by bin.
     """
 
     count: int = 0
@@ -47,7 +47,7 @@ class Lengths:
     bins: dict[int, int] = field(default_factory=dict)
 
     def add(self, values: Counter[int]) -> None:
-        """Add numbers, each as often as it is counted."""
+        """Add values with their multiplicities."""
         for value, times in values.items():
             self._widen(value)
             self.count += times
@@ -56,7 +56,7 @@ class Lengths:
             self.bins[place] = self.bins.get(place, 0) + times
 
     def join(self, other: Lengths) -> None:
-        """Add all numbers of another distribution."""
+        """Add all values of another histogram."""
         if other.smallest is not None and other.largest is not None:
             self._widen(other.smallest)
             self._widen(other.largest)
@@ -66,7 +66,7 @@ class Lengths:
             self.bins[place] = self.bins.get(place, 0) + times
 
     def record(self) -> Histogram | None:
-        """Return the distribution as a record has it; None without any number."""
+        """Return the histogram for the record; None without values."""
         if self.smallest is None or self.largest is None:
             return None
         coarse: dict[int, int] = {}
@@ -91,7 +91,7 @@ class Lengths:
         self.largest = value if self.largest is None else max(value, self.largest)
 
     def _quantile(self, share: float) -> float:
-        """Return the middle of the bin that holds a quantile, within what there is."""
+        """Return the middle of a quantile's bin, clipped to the observed range."""
         assert self.smallest is not None, "somebody counted"
         assert self.largest is not None, "as above"
         rank, seen = math.ceil(share * self.count), 0
@@ -104,22 +104,22 @@ class Lengths:
 
 
 def _bin(value: int) -> int:
-    """Return the bin of a number: [2**(b/16), 2**((b+1)/16)); of 0 it is -1."""
+    """Return the bin b of a value in [2**(b/16), 2**((b+1)/16)); -1 for 0."""
     return math.floor(math.log2(value) * _FINE) if value else -1
 
 
-_SEED: Final = 0  # the same rows of the same corpus, whatever the run's seed
+_SEED: Final = 0  # fixed, so that every run seed draws the same rows of a corpus
 _ROWS_AT_ONCE: Final = 1000
 _ENDLESS: Final = 2**31
 
 
 def drawn(pairs: Iterable[TrainingPair], rows: int, most: int | None) -> Iterator[TrainingPair]:
-    """Yield so many of the rows, in their order, each set of rows equally likely.
+    """Yield a uniform random sample of the rows, in order.
 
     Args:
         pairs: the rows.
-        rows: how many they are.
-        most: how many to yield; None yields all.
+        rows: number of rows.
+        most: size of the sample; None yields all rows.
     """
     if most is None or rows <= most:
         yield from pairs
@@ -133,13 +133,13 @@ def drawn(pairs: Iterable[TrainingPair], rows: int, most: int | None) -> Iterato
 def token_counts(
     pairs: Iterable[TrainingPair], rows: int, tokenizer: Tokenizer, labelling: Labelling
 ) -> Tokens:
-    """Encode rows, and tell what all the rows that they stand for come to.
+    """Encode rows, and estimate the totals of the corpus from which they were drawn.
 
     Args:
-        pairs: all rows, or some of them drawn evenly; at least one.
-        rows: how many rows there are in all.
-        tokenizer: of the run.
-        labelling: what is learned, and how long a document may be.
+        pairs: all rows, or a uniform sample of them; at least one.
+        rows: number of rows in the corpus.
+        tokenizer: the tokenizer of the run.
+        labelling: the labelling, which includes the sequence length.
 
     Raises:
         DataError: a row cannot be encoded.
@@ -199,9 +199,9 @@ def _add(counts: Counter[str], made: Encoded, rows: int) -> None:
 
 
 def _standard_error(counts: Counter[str], squares: float, scale: float) -> float:
-    """Return the standard error of all tokens: of a sum of documents drawn without replacement."""
+    """Return the standard error of the token total, for sampling without replacement."""
     documents = counts["documents"]
-    if scale == 1 or documents < 2:  # noqa: PLR2004 - one has no spread
+    if scale == 1 or documents < 2:  # noqa: PLR2004 - no variance of one
         return 0.0
     mean = counts["tokens"] / documents
     variance = max(0.0, (squares - documents * mean**2) / (documents - 1))

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 _CELL, _HEIGHT, _LEFT, _TOP, _GAP = 26, 22, 62, 6, 2  # pixels
 _FOOT, _LEGEND, _LEAST_WIDTH = 54, 120, 330
-_EVERY = 5  # a column label
-_FAINTEST = 0.06  # opacity of the lowest value, so that a cell is never taken for a missing one
+_EVERY = 5  # columns per label
+_FAINTEST = 0.06  # opacity of the lowest value, which keeps it distinct from a missing one
 _INK, _MUTED = "var(--plot-ink, #777777)", "var(--plot-muted, #808080)"
 _HEAT = "var(--plot-heat, #b4471b)"
 
@@ -30,9 +30,9 @@ class Grid:
     """Values by kind (row) and layer (column).
 
     Attributes:
-        kinds: the rows, from above.
-        layers: how many columns.
-        values: (kind, layer) -> value; what is absent or None is drawn empty.
+        kinds: the rows, from top to bottom.
+        layers: number of columns.
+        values: (kind, layer) -> value; a missing entry or None is drawn as an empty cell.
     """
 
     kinds: Sequence[str]
@@ -50,16 +50,16 @@ def heat_map(
     scale: Callable[[float], float] = float,
     high_is_dark: bool = True,
 ) -> Plot:
-    """Draw a grid; the darker a cell, the worse.
+    """Draw a heat map in which darker cells are worse.
 
     Args:
         name: the drawing's identifier.
-        title: what it shows.
-        caption: how to read it.
+        title: the title.
+        caption: an explanation of the drawing.
         grid: the values.
-        spell: a value as text, with its unit.
-        scale: what the shade is linear in, such as a logarithm.
-        high_is_dark: whether high values are the bad ones.
+        spell: formats a value with its unit.
+        scale: transforms values before shading, such as a logarithm.
+        high_is_dark: whether high values are worse.
     """
     known = [value for value in grid.values.values() if value is not None]
     if not known:
@@ -106,7 +106,7 @@ def _text(x: float, y: float, text: str, color: str, anchor: str = "middle") -> 
 
 
 def _legend(y: float, low: str, high: str, first: float, last: float) -> list[str]:
-    """Draw the lowest and the highest value at the ends of six shades, and name the columns."""
+    """Draw six shades between the lowest and the highest value, and label the columns."""
     steps = 6
     drawn = [
         _text(_LEFT - 8, y - 13, "layer", _MUTED, "end"),
@@ -124,11 +124,11 @@ def _legend(y: float, low: str, high: str, first: float, last: float) -> list[st
 
 
 _WORST = 10
-_LEAST_KL = 1e-9  # nats; below, a logarithm would stretch rounding
+_LEAST_KL = 1e-9  # nats; below, a logarithm would amplify rounding
 
 
 def sections(record: Attribution) -> list[Section]:
-    """Return what is shown of a measurement; the first section is what a terminal has room for."""
+    """Return the sections of an attribution; the first one is the summary for a terminal."""
     one = record.suggestion
     return [
         Section(
@@ -193,7 +193,7 @@ def _mixture(record: Attribution) -> Iterator[Section]:
 
 
 def worst(record: Attribution) -> Table:
-    """Return the modules that cost most."""
+    """Return the modules with the highest cost."""
     heads = ("module", "KL", "share", "loss change", "lost output", "SQNR")
     rows = [
         (
@@ -210,7 +210,7 @@ def worst(record: Attribution) -> Table:
 
 
 def headline(record: Attribution) -> str:
-    """State the cost of quantizing all modules at once, next to the sum of the separate costs."""
+    """State the cost of quantizing all modules together, and the sum of their separate costs."""
     whole, parts = record.whole[record.configured], record.sum_of_parts
     return (
         f"All {len(record.modules)} modules in {record.configured}: KL {_nats(whole['kl'])}, loss "

@@ -1,4 +1,4 @@
-"""A comparison as a document, for the terminal, Markdown and a self-contained page."""
+"""A comparison as a document, for the terminal, Markdown and a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ _FEW = (
     "this verdict rests on two seeds, but error rates were measured for three or more. Confirm it "
     "with more seeds."
 )
-_FEWEST = 3  # seeds of a study whose error rates were measured (docs/method/statistics.md)
+_FEWEST = 3  # seeds for which error rates were measured (docs/method/statistics.md)
 WIDE = ("× seed noise", "paired ÷ unpaired", "look")
-"""Columns of the verdicts that a terminal has no room for."""
+"""Columns of the verdict table that are omitted on a terminal."""
 
 
 def document(record: Comparison, place: str = "", ledger: str | None = None) -> Document:
-    """Return everything that is shown of a comparison, without its drawings.
+    """Return the document of a comparison, without drawings.
 
     Args:
         record: the comparison.
-        place: its directory, for the commands that follow from it; empty if unknown.
-        ledger: the ledger of decisions, if one was given.
+        place: its directory, for suggested commands; empty if unknown.
+        ledger: the ledger of decisions, if any.
     """
     steps = _steps(record, place, ledger or _LEDGER)
     test = record.test
@@ -91,7 +91,7 @@ def document(record: Comparison, place: str = "", ledger: str | None = None) -> 
 
 
 def drawn(made: Document, record: Comparison) -> Document:
-    """Add its drawings to the document of a comparison, for a page."""
+    """Add the drawings to the document of a comparison, for an HTML page."""
     from mens_exp.report.study_plots import comparison_drawings  # matplotlib takes a second
 
     first, *rest = made.parts
@@ -100,7 +100,7 @@ def drawn(made: Document, record: Comparison) -> Document:
 
 
 def brief(record: Comparison) -> list[Part]:
-    """Return what a terminal has room for: the verdicts without some columns, and objections."""
+    """Return the summary for a terminal: the verdicts without some columns, and caveats."""
     found = verdicts(record)
     table, *remarks = found.parts
     assert isinstance(table, Table), "the verdicts come first"
@@ -108,7 +108,7 @@ def brief(record: Comparison) -> list[Part]:
 
 
 def _steps(record: Comparison, place: str, ledger: str) -> list[Step]:
-    """Return what to type next: the gate only if burn was found better than qlora."""
+    """Return the next commands; the gate is included only if burn was better than qlora."""
     if not place:
         return []
     backends = {arm["name"]: arm["backend"] for arm in record.arms}
@@ -130,7 +130,7 @@ def _steps(record: Comparison, place: str, ledger: str) -> list[Step]:
 
 
 def headline(record: Comparison) -> str:
-    """Summarise each arm's result on the primary KPI in one sentence."""
+    """Summarize each arm's result on the primary KPI in one sentence."""
     said = []
     for one in record.contrasts:
         kpi = one["kpis"][record.primary]
@@ -141,11 +141,11 @@ def headline(record: Comparison) -> str:
 
 
 def hypothesis(record: Comparison, study: Mapping[str, Any]) -> Iterator[Note]:
-    """Yield what a comparison says about the hypothesis of its study, one note an arm.
+    """Yield one note per arm on the hypothesis of the study.
 
     Args:
         record: the comparison.
-        study: the settings of the study, as its sweep records them.
+        study: the settings of the study, from the record of its sweep.
     """
     for one in record.contrasts:
         kpi = one["kpis"][record.primary]
@@ -166,11 +166,11 @@ def hypothesis(record: Comparison, study: Mapping[str, Any]) -> Iterator[Note]:
 
 
 def registered(study: StudyConfig, first: str) -> list[Part]:
-    """Return what the registration of a study fixes.
+    """Return the settings fixed by the registration of a study.
 
     Args:
         study: its settings.
-        first: the arm that is the reference if none is named.
+        first: the default reference arm.
     """
     claim = f"{study.primary} is {_claim(study.direction.value, study.margin)}"
     cells = [
@@ -184,7 +184,7 @@ def registered(study: StudyConfig, first: str) -> list[Part]:
 
 
 def _claim(direction: str, margin: float) -> str:
-    """Return what is claimed of an arm; a negative margin claims that it is no worse."""
+    """Return the claim about an arm; a negative margin claims non-inferiority."""
     if margin >= 0:
         return f"{direction} by more than {margin:g}"
     worse = {"lower": "higher", "higher": "lower"}[direction]
@@ -192,20 +192,20 @@ def _claim(direction: str, margin: float) -> str:
 
 
 def about(record: Comparison) -> str:
-    """Say which items the verdicts are about; a KPI of a whole run has none."""
+    """State the items that the verdicts cover; KPIs of whole runs have none."""
     if all(one["kpis"][record.primary]["items"] is None for one in record.contrasts):
         return "of whole runs"
     return f"on {record.target.replace('_', ' ')}"
 
 
 def verdicts(record: Comparison) -> Section:
-    """Return the verdicts on the primary KPI, and objections to their use as evidence."""
+    """Return the verdicts on the primary KPI, and objections to them as evidence."""
     title = f"{record.primary} {about(record)}: each arm minus {record.reference}"
     return Section(title, [verdict_table(record), *findings(record)], name="verdicts")
 
 
 def verdict_table(record: Comparison) -> Table:
-    """Return the verdicts: one row an arm."""
+    """Return the verdicts, one row per arm."""
     percent = wording.level(1 - record.alpha)
     heads = ["arm", "difference", f"{percent} interval", "p (Holm)", "seeds"]
     heads += [f"found at {wording.level(record.power)}"]
@@ -234,7 +234,7 @@ def verdict_table(record: Comparison) -> Table:
 
 
 def kpis_table(contrast: ContrastRecord) -> Table:
-    """Return every KPI of one contrast; an interval that holds for all arms says so."""
+    """Return every KPI of one contrast; simultaneous intervals are marked."""
     alone = min((k["level"] for k in contrast["kpis"].values() if k["level"]), default=1)
     heads = ["KPI", "group", "unit", "arm", "reference", "difference"]
     heads += ["interval (each alone)", "× seed noise"]
@@ -255,7 +255,7 @@ def kpis_table(contrast: ContrastRecord) -> Table:
 
 
 def seeds_table(record: Comparison) -> Table:
-    """Return the difference of each seed in the primary KPI, one column an arm."""
+    """Return the difference in the primary KPI for each seed, one column per arm."""
     kpis = {one["arm"]: one["kpis"][record.primary] for one in record.contrasts}
     found = {
         arm: dict(zip(kpi["seeds"], kpi["differences"], strict=True)) for arm, kpi in kpis.items()
@@ -269,7 +269,7 @@ def seeds_table(record: Comparison) -> Table:
 
 
 def arms_table(record: Comparison) -> Table:
-    """Return the arms side by side: seeds, the primary KPI, and their budgets."""
+    """Return the arms side by side: seeds, primary KPI and budget."""
     columns = [record.primary, *(name for name in _BUDGET if name != record.primary)]
     heads = ["arm", "seeds", "runs", *(name.replace("_", " ") for name in columns)]
     rows = [
@@ -285,7 +285,7 @@ def arms_table(record: Comparison) -> Table:
 
 
 def noise_table(record: Comparison) -> Table:
-    """Return the spread of each KPI between seeds, and between runs of one seed."""
+    """Return the spread of each KPI between seeds, and between runs with the same seed."""
     rows = [
         [name, wording.figure(noise["seed"]), wording.figure(noise["rerun"])]
         for name, noise in record.noise.items()
@@ -335,7 +335,7 @@ def findings(record: Comparison) -> Iterator[Note]:
 
 
 def _fairness(record: Comparison, one: ContrastRecord) -> Iterator[Note]:
-    """Yield whether the arms differ in more than the factors."""
+    """Yield notes on differences between the arms other than the factors."""
     if one["confounded_by"]:
         causes = "; ".join(one["confounded_by"])
         text = f"{one['arm']}: confounded by {causes}. This cannot support a promotion."
@@ -372,14 +372,14 @@ def _more(kpi: KpiRecord) -> str:
 
 
 def _marks(record: Comparison, one: ContrastRecord) -> list[str]:
-    """Return what a verdict must not be read without."""
+    """Return the caveats of a verdict."""
     is_chosen = record.cycle is None and bool(record.seeds_left_out(one["arm"]))
     marks = {"confounded": bool(one["confounded_by"]), "seeds left out": is_chosen}
     return [mark for mark, holds in marks.items() if holds]
 
 
 def _looked(record: Comparison, arm: str) -> Note:
-    """Say how many looks at an arm there are records of, and what follows for the verdict."""
+    """State the number of recorded looks at an arm, and their effect on the verdict."""
     looks, left_out = record.looks[arm], len(record.seeds_left_out(arm))
     counts = ", ".join(str(len(one["seeds"])) for one in looks["others"])
     number = len(looks["others"]) + 1
@@ -401,7 +401,7 @@ def _looked(record: Comparison, arm: str) -> Note:
 
 
 def _of_single_looks(record: Comparison, arm: str, seen: str) -> Note:
-    """Say what follows from several looks with a test for one."""
+    """State the effect of several looks on a test that allows for one."""
     false, adds = record.looks[arm]["false"], record.only_adds_seeds(arm)
     said = f"{seen}; the p-value is that of a single look"
     if not adds:
@@ -452,7 +452,7 @@ def _bounds(low: float | None, high: float | None) -> str:
 
 
 def _found(kpi: KpiRecord) -> str:
-    """Return the range of differences that are found; an older record has its middle alone."""
+    """Return the range of detectable differences; older records contain only its middle."""
     low, high = kpi["mde_low"], kpi["mde_high"]
     if low is None or high is None:
         return _UNKNOWN if kpi["mde"] is None else f"about {wording.figure(kpi['mde'])}"

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _SIDES = ("train", "val", "heldout")
 _LENGTHS = {"prompt": "Length of a prompt", "answer": "Length of an answer"}
-_LIKE_ALL = 2  # sources that are worth a table
+_LIKE_ALL = 2  # minimum number of sources for a table
 _MOST_SHARES = 12
 
 
@@ -37,8 +37,8 @@ def document(report: CorpusReport, steps: Sequence[Step] = ()) -> Document:
     """Return the report of a corpus.
 
     Args:
-        report: its record; what is null there is shown as absent, with the reason.
-        steps: what to do with the rows.
+        report: its record; null values are shown as absent, with the reason.
+        steps: suggested next commands.
     """
     plots = _plots(report)
     drawn: list[Part] = [Note("There are no rows.", Tone.QUIET)]
@@ -191,7 +191,7 @@ def _parsed(report: CorpusReport) -> Table:
 
 
 def _kinds(report: CorpusReport) -> list[Part]:
-    """Return the kinds of nodes of each language, each with the share of the rows that have it."""
+    """Return the node kinds of each language, with the share of rows that contain them."""
     return [part for name, one in report.constructs.items() for part in _of_language(name, one)]
 
 
@@ -217,7 +217,7 @@ def _sources(report: CorpusReport) -> list[Table]:
 
 
 def _shown(shares: list[Share]) -> list[Share]:
-    """Return the largest shares, and the rest as one."""
+    """Return the largest shares, and the sum of the others."""
     if len(shares) <= _MOST_SHARES:
         return shares
     rest = shares[_MOST_SHARES:]
@@ -243,7 +243,7 @@ def _share(one: Share) -> list[str]:
 
 
 def _tokens(report: CorpusReport) -> list[Cell]:
-    """Return what is behind the counts of tokens."""
+    """Return notes on how tokens were counted."""
     one = report.tokens
     if one is None:
         return []
@@ -304,7 +304,7 @@ def _screen(report: CorpusReport) -> list[Part]:
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _FOOT, _RIGHT = 330, 150, 8, 20, 40, 8  # pixels
 _GAP = 2
-_LABEL = 42  # pixels that a label of the axis takes
+_LABEL = 42  # pixels per axis label
 _INK, _MUTED = "var(--plot-ink, #777777)", "var(--plot-muted, #808080)"
 _BAR, _MARK = "var(--plot-tuned, #1a83a8)", "var(--plot-heat, #b4471b)"
 
@@ -312,13 +312,13 @@ _BAR, _MARK = "var(--plot-tuned, #1a83a8)", "var(--plot-heat, #b4471b)"
 def histogram(
     title: str, unit: str, found: Histogram, marks: Mapping[str, float] | None = None
 ) -> Plot:
-    """Draw a distribution, its lengths on a logarithmic axis.
+    """Draw a histogram of lengths on a logarithmic axis.
 
     Args:
-        title: what it shows.
-        unit: of the lengths.
-        found: the distribution.
-        marks: name -> length to draw a line at, if it is in range.
+        title: the title.
+        unit: unit of the lengths.
+        found: the histogram.
+        marks: name -> length at which to draw a line, if it is in range.
     """
     caption = (
         f"{unit}; median {wording.count(found['p50'])}, "
@@ -360,7 +360,7 @@ def histogram(
 
 
 def _place(value: float, edges: list[float]) -> float | None:
-    """Return the position of a length, in bars from the left; None outside."""
+    """Return the position of a length, in bars from the left; None if out of range."""
     for number, (low, high) in enumerate(pairwise(edges)):
         if low <= value < high:
             return number + (value - low) / (high - low)

@@ -1,9 +1,9 @@
-"""The content of a report, apart from how it is drawn: sections of tables, figures and notes.
+"""The content of a report, independent of the renderer: sections of tables, figures and notes.
 
-One function for each kind of record builds its document. Three renderers draw any document:
+One function per kind of record builds its document. Three renderers draw any document:
 report/html.py for pages and notebooks, report/terminal.py for the terminal, and `markdown` here.
-They make control characters visible and escape what their format would obey, so the functions that
-build documents pass on texts of models, data files and exceptions as they are.
+Renderers make control characters visible and escape markup, so the functions that build documents
+pass on texts of models, data files and exceptions unchanged.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FIGURE = re.compile(rf"{_NUMBER}|unknown|none|no spread|as planned|[–-]?")
 
 
 class Tone(StrEnum):
-    """The meaning of a text for the reader, which a renderer may colour; the words say it too."""
+    """The meaning of a text, which a renderer may show by colour; the words also express it."""
 
     PLAIN = ""
     GOOD = "good"
@@ -33,56 +33,56 @@ class Tone(StrEnum):
 
 
 MARKS = {Tone.GOOD: "✓", Tone.WARN: "!", Tone.BAD: "✗"}
-"""What stands before a text of a tone, for readers who see no colour."""
+"""Prefix of a text by tone, for output without colour."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One value as text, or the reason why there is none."""
+    """One value as text, or the reason why it is missing."""
 
     text: str = ""
     _: KW_ONLY
-    label: str = ""  # its name, where it stands in a list of facts
-    absent: str = ""  # why there is no text
-    detail: str = ""  # a second, quieter line
+    label: str = ""  # its name in a list of facts
+    absent: str = ""  # the reason why there is no text
+    detail: str = ""  # a second, less prominent line
     tone: Tone = Tone.PLAIN
-    code: bool = False  # a digest, a path or a version, better in monospace
+    code: bool = False  # a digest, path or version, set in monospace
     link: str = ""  # relative to the page
-    sort: str | None = None  # what a page sorts it by, if not by its text
+    sort: str | None = None  # sort key on a page; None means the text
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows under heads; the first column names each row."""
+    """A table with column heads, whose first column names each row."""
 
     heads: Sequence[str]
     rows: Sequence[Sequence[Cell | str]]
     _: KW_ONLY
     title: str = ""
-    absent: str = ""  # what stands in its place when there are no rows
-    cards: bool = False  # a page draws each row as a card, its last column below the others
-    filters: Iterable[int] = ()  # columns by whose values a page's script selects rows
-    extra: Iterable[int] = ()  # columns that a page's script hides at first
+    absent: str = ""  # text shown if there are no rows
+    cards: bool = False  # a page draws each row as a card, with the last column below the others
+    filters: Iterable[int] = ()  # columns by which a page's script filters rows
+    extra: Iterable[int] = ()  # columns that a page's script initially hides
     name: str = ""  # its identifier on a page
 
     @property
     def figures(self) -> frozenset[int]:
-        """The columns that hold figures, which are aligned on the right and not wrapped.
+        """The numeric columns, which are right-aligned and not wrapped.
 
-        Every cell is read for this: ask once for a table, not for each cell.
+        This reads every cell: evaluate it once per table.
         """
         columns = range(1, len(self.heads)) if self.rows else ()
         return frozenset(c for c in columns if all(_is_figure(as_cell(r[c])) for r in self.rows))
 
     def without(self, *heads: str) -> Table:
-        """Return the table without some columns, for a narrow place."""
+        """Return the table without some columns, for a narrow display."""
         kept = [place for place, head in enumerate(self.heads) if head not in heads]
         rows = [[row[place] for place in kept] for row in self.rows]
         return Table([self.heads[place] for place in kept], rows, title=self.title)
 
 
 def as_cell(value: Cell | str) -> Cell:
-    """Return a value of a table as a cell."""
+    """Convert a table value to a cell."""
     return value if isinstance(value, Cell) else Cell(value)
 
 
@@ -92,7 +92,7 @@ def _is_figure(cell: Cell) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Named values; a page draws them as cards, or sets many short ones in columns (`dense`)."""
+    """Named values, drawn on a page as cards or, if `dense`, in columns."""
 
     cells: Sequence[Cell]
     _: KW_ONLY
@@ -103,19 +103,19 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plot:
-    """One drawing, or the reason why there is none."""
+    """One drawing, or the reason why it is missing."""
 
     name: str
     title: str
-    caption: str  # how to read it
-    svg: str = ""  # an element
-    absent: str = ""  # why there is nothing to draw
-    wide: bool = False  # it takes the whole width of a page
+    caption: str  # an explanation
+    svg: str = ""  # an SVG element
+    absent: str = ""  # the reason why there is nothing to draw
+    wide: bool = False  # full page width
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A paragraph, or with `item` one of a list."""
+    """A paragraph, or with `item` a list item."""
 
     text: str
     tone: Tone = Tone.PLAIN
@@ -124,7 +124,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """Text that keeps its line breaks; with `command` it is typed into a shell."""
+    """Preformatted text; with `command`, a shell command."""
 
     text: str
     command: bool = False
@@ -132,7 +132,7 @@ class Code:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """The text that one model answered (None if it was not asked), its outcome and error."""
+    """The answer of one model (None if it was not asked), with outcome and error."""
 
     who: str
     text: str | None
@@ -140,11 +140,11 @@ class Answer:
     tone: Tone = Tone.PLAIN
     detail: str = ""
     error: str = ""
-    keys: Sequence[str] = ()  # what a page's script finds it by
+    keys: Sequence[str] = ()  # filter keys for a page's script
 
     @property
     def blank(self) -> str:
-        """Words for a text in which a reader would see nothing; empty if there is something."""
+        """A description of a text without visible characters; empty if there are any."""
         if self.text is None or self.text.strip():
             return ""
         return "white space only" if self.text else "empty"
@@ -152,7 +152,7 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
-    """A prompt, the models' answers side by side, and the data's own answer."""
+    """A prompt, the models' answers side by side, and the reference answer."""
 
     name: str
     prompt: str
@@ -163,30 +163,30 @@ class Item:
 
     @property
     def first_line(self) -> str:
-        """Its name in one line: the first of the prompt."""
+        """The first line of the prompt, used as its name."""
         return next((line for line in self.prompt.splitlines() if line.strip()), self.name)
 
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """A count of some outcomes: (name of the colour, words, number)."""
+    """Counts of outcomes: (colour name, words, number)."""
 
     parts: Sequence[tuple[str, str, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Parts under a title."""
+    """A titled group of parts."""
 
     title: str
     parts: Sequence[Part]
     _: KW_ONLY
-    lead: str = ""  # one sentence on how to read it
-    name: str = ""  # of its looks on a page
+    lead: str = ""  # one introductory sentence
+    name: str = ""  # its style on a page
     tone: Tone = Tone.PLAIN
-    folded: bool = False  # a page shows the title alone until it is asked for more
-    count: int | None = None  # how many things there are
-    beside: bool = False  # parts stand side by side where there is room
+    folded: bool = False  # collapsed on a page
+    count: int | None = None  # number of entries
+    beside: bool = False  # parts side by side if there is room
 
 
 Part: TypeAlias = Table | Facts | Plot | Note | Code | Item | Tally | Section
@@ -194,7 +194,7 @@ Part: TypeAlias = Table | Facts | Plot | Note | Code | Item | Tally | Section
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A command to type next, and an infinitive that says what for: "To …"."""
+    """A suggested next command, with its purpose as an infinitive ("To …")."""
 
     command: str
     purpose: str
@@ -202,17 +202,17 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
-    """Everything that is to be shown of one record."""
+    """The complete content of a report on one record."""
 
     title: str
-    kind: str  # of the record, in words
+    kind: str  # kind of record, in words
     parts: Sequence[Part]
     source: str  # the files that it was rendered from
     status: str = ""
-    headline: str = ""  # its result in a sentence
-    command: str = ""  # what made it
+    headline: str = ""  # the result in one sentence
+    command: str = ""  # the command that produced it
     meta: Sequence[Cell] = ()  # its identity
-    steps: Sequence[Step] = ()  # what to do next, the likeliest first
+    steps: Sequence[Step] = ()  # next commands, most likely first
 
 
 def cells_of(names: Iterable[tuple[str, str]]) -> list[Cell]:
@@ -226,7 +226,7 @@ def bullets(lines: Iterable[str], tone: Tone = Tone.PLAIN) -> list[Note]:
 
 
 def next_steps(steps: Sequence[Step]) -> Section:
-    """Return the section that says what to type next; without steps it is empty."""
+    """Return the section of next commands; empty without steps."""
     parts: list[Part] = []
     for step in steps:
         parts += [Note(f"To {step.purpose}:"), Code(step.command, command=True)]
@@ -234,16 +234,16 @@ def next_steps(steps: Sequence[Step]) -> Section:
 
 
 def markdown(parts: Sequence[Part], *, level: int = 2) -> str:
-    """Render parts as Markdown; drawings are left out.
+    """Render parts as Markdown without drawings.
 
     Args:
         parts: the content.
-        level: of the headings of its sections.
+        level: heading level of its sections.
     """
     blocks = [text for part in parts for text in _block(part, level)]
     lines = []
     for before, text in zip(["", *blocks], blocks, strict=False):
-        # Items of one list follow each other; all else stands apart.
+        # Adjacent list items form one list; other parts are separated by blank lines.
         lines += [] if not before or before[:2] == text[:2] == "- " else [""]
         lines.append(text)
     return "\n".join([*lines, ""])
@@ -290,7 +290,7 @@ def _titled_grid(part: Table | Facts) -> Iterator[str]:
 def grid(
     heads: Sequence[str], rows: Sequence[Sequence[Cell | str]], figures: Iterable[int] = ()
 ) -> str:
-    """Render a table of Markdown."""
+    """Render a Markdown table."""
     lines = [
         [plain(head) for head in heads],
         ["---:" if place in {*figures} else "---" for place in range(len(heads))],
@@ -312,14 +312,14 @@ def _fence(text: str, language: str = "") -> str:
 
 
 def code(text: str) -> str:
-    """Keep text inside a code span of one table cell."""
+    """Escape text for a code span in a table cell."""
     return " ".join(visible(text).split()).replace("`", "'").replace("|", "¦")
 
 
 def plain(text: str) -> str:
-    """Keep text from acting as Markdown, HTML or a second table cell.
+    """Escape text for Markdown, HTML and table cells.
 
-    An underscore inside a word is left alone, as Markdown does.
+    Underscores inside words are kept: Markdown does not interpret them.
     """
     marks = r"([\\`*\[\]<>|#]|(?<!\w)_|_(?!\w))"
     return re.sub(marks, r"\\\1", " ".join(visible(text).split()))

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from mens_exp.artifacts.decision_ledger import DecisionEntry, RuleRecord
     from mens_exp.report.document import Part
 
-_SHORT = 12  # digits of a hash, enough to tell two apart by eye
+_SHORT = 12  # digits of a hash, enough to distinguish two by eye
 _FIGURES = {
     "frobenius": "Frobenius",
     "spectral": "spectral",
@@ -57,7 +57,7 @@ _WORST = 5  # tensors shown
 
 
 def inspection_document(found: Inspection) -> Document:
-    """Return the findings of an inspection; of a verification, everything that is not equal."""
+    """Return the findings of an inspection; for a verification, all mismatches."""
     parts: list[Part] = [Facts(list(_rows(found)))]
     if found.layers:
         parts += [
@@ -95,7 +95,7 @@ def _after_inspection(found: Inspection) -> list[Step]:
 
 
 def verification_verdict(checks: Sequence[Check]) -> str:
-    """Summarise in one line how many values match their records."""
+    """Summarize in one line how many values match their records."""
     counts = dict.fromkeys(Outcome, 0)
     for check in checks:
         counts[Outcome(check["outcome"])] += 1
@@ -103,7 +103,7 @@ def verification_verdict(checks: Sequence[Check]) -> str:
 
 
 def replay_verdict(replay: ReplayRecord) -> str:
-    """Say in a line how far a replay was the same."""
+    """State in one line how far a replay was identical."""
     if replay["first_difference"] is None:
         return f"identical through step {replay['identical_through']}"
     return f"first difference: {replay['first_difference']}"
@@ -167,7 +167,7 @@ def _places(layers: dict[str, LayerRecord]) -> Table:
 
 
 def _sizes(layers: dict[str, LayerRecord]) -> Table:
-    """Return how much each layer changes; the column of rows' lengths is DoRA's."""
+    """Return the size of each layer's update; the magnitude column is for DoRA."""
     figures = dict(_FIGURES)
     if all(one["magnitude_change"] is None for one in layers.values()):
         del figures["magnitude_change"]
@@ -188,7 +188,7 @@ def _lineage(line: Sequence[Ancestor]) -> Facts:
 
 
 def _chain(checks: Sequence[Check]) -> Table:
-    """Count the outcomes of each link of the chain of evidence, in the chain's order."""
+    """Count the outcomes of each link in the chain of evidence, in order."""
     rows = []
     for link in Link:
         own = [check for check in checks if check["link"] == link]
@@ -238,7 +238,7 @@ _OTHERS = " The row marked ← is the written model; the others show other ways 
 
 
 def certificate_document(certificate: Certificate) -> Document:
-    """Return all comparisons of a certificate side by side, with the deciding one marked."""
+    """Return all comparisons of a certificate side by side, and mark the deciding one."""
     said = verdict(certificate)
     parts: list[Part] = []
     if certificate.probe is not None:
@@ -273,7 +273,7 @@ def certificate_document(certificate: Certificate) -> Document:
 
 
 def _tensor_errors(certificate: Certificate) -> list[Part]:
-    """Say how many tensors were compared; rows show the worst of those that differ."""
+    """State how many tensors were compared, and list the worst of those that differ."""
     count = len(certificate.tensors)
     differing = [item for item in certificate.tensors.items() if item[1]["max_abs"] != 0]
     if count and not differing:
@@ -297,7 +297,7 @@ def verdict(certificate: Certificate) -> str:
 
 
 def card_section(certificate: Certificate) -> str:
-    """Return the certificate as a section of a model card, Markdown."""
+    """Return the certificate as a Markdown section of a model card."""
     (found,) = certificate_document(certificate).parts
     assert isinstance(found, Section), "a certificate is one section"
     said = Note(f"Verdict: {verdict(certificate)}.")
@@ -321,7 +321,7 @@ _ANSWERED = {Answer.PROMOTE: Tone.GOOD, Answer.REJECT: Tone.BAD}
 
 
 def decision_document(policy: str, made: DecisionEntry, steps: Sequence[Step] = ()) -> Document:
-    """Return the answer of a policy, and the rules that led to it."""
+    """Return the decision of a policy, and the rules that led to it."""
     is_alone = len({rule["evidence"] for rule in made["rules"]} - {None}) <= 1
     rows = [_ruled(rule, is_alone=is_alone) for rule in made["rules"]]
     said = made["recommendation"]
@@ -340,7 +340,7 @@ def decision_document(policy: str, made: DecisionEntry, steps: Sequence[Step] = 
 
 
 def _ruled(rule: RuleRecord, *, is_alone: bool) -> list[Cell | str]:
-    """Return a rule as a row; what is no figure stands under its name."""
+    """Return a rule as a row; details other than numbers are below its name."""
     sides: dict[str, Any] = {name: dict(rule)[name] for name in ("observed", "threshold")}
     about = [f"{name} {said}" for name, said in sides.items() if isinstance(said, str)]
     about += [rule["note"]] if rule["note"] else []

@@ -1,9 +1,9 @@
 """Render a document as a self-contained page, and as a fragment for notebooks.
 
-Every text is escaped, because completions may contain anything; only drawings, which this package
-makes itself, are inserted as they are. A page loads nothing and links to its own words and to the
-files next to it. A table with filters adds the only script, which the page's content security
-policy names by its hash, so that nothing else runs whatever a completion contains.
+All text is escaped, because completions may contain anything; only drawings made by this package
+are inserted unescaped. A page loads nothing, and links only to itself and to files in the same
+directory. The only script belongs to tables with filters; the page's content security policy allows
+it by hash, so that nothing in a completion can run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def page(document: Document) -> str:
-    """Render a document as an HTML page; the same document gives the same text."""
+    """Render a document as an HTML page; deterministic for a given document."""
     script = _asset("report.js") if _has_filters(document.parts) else ""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return _rendered(
@@ -44,7 +44,7 @@ def page(document: Document) -> str:
 
 
 def fragment(*parts: Part) -> str:
-    """Render parts of a document with their own styles, as ``_repr_html_`` is to return them."""
+    """Render parts of a document with their styles, for ``_repr_html_``."""
     return _rendered("fragment.html.j2", '<abbr title="{1}">{2}</abbr>', parts=parts)
 
 
@@ -63,9 +63,9 @@ def _rendered(template: str, link: str, **values: Any) -> str:
     used: dict[str, tuple[str, str]] = {}  # terms that occurred, which a page explains at its end
 
     def explained(text: str, *, head: bool = False) -> Markup:
-        """Link and explain our terms in our own words, each the first time that it occurs.
+        """Link and explain each of our terms at its first occurrence.
 
-        Words that mean something special only as a `head` are links there alone.
+        Words that are terms only as a `head` are linked only there.
         """
 
         def linked(found: re.Match[str]) -> str:
@@ -94,7 +94,7 @@ def _rendered(template: str, link: str, **values: Any) -> str:
     )
 
 
-@functools.cache  # it keeps the templates that it has compiled
+@functools.cache  # keeps compiled templates
 def _environment() -> Environment:
     made = Environment(
         loader=PackageLoader("mens_exp.report"),
@@ -115,9 +115,9 @@ def _environment() -> Environment:
 
 @functools.cache
 def _terms() -> tuple[dict[str, tuple[str, str]], re.Pattern[str], re.Pattern[str]]:
-    """Return the meaning of each of our terms with its page, and two patterns that find them.
+    """Return the definition and page of each of our terms, and two patterns that find them.
 
-    The first finds terms in a text, the second those that are explained only as a head.
+    The first finds terms in a text, the second terms that are explained only as a head.
     """
     terms: dict[str, list[str]] = yaml.safe_load(_asset("terms.yaml"))
     found = {name: (meaning, page) for name, (meaning, page, *_) in terms.items()}
@@ -131,7 +131,7 @@ def _terms() -> tuple[dict[str, tuple[str, str]], re.Pattern[str], re.Pattern[st
 
 
 def _kind(part: Part) -> str:
-    """Return what stands together: drawings, and the items of a list."""
+    """Return the grouping key of a part: drawings, and items of a list, are grouped."""
     if isinstance(part, Note) and part.item:
         return "items"
     return "plots" if isinstance(part, Plot) else ""

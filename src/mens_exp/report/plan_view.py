@@ -1,6 +1,6 @@
-"""A plan as named facts, rows as they are encoded for training, and the findings of task=doctor.
+"""A plan as named facts, rows as encoded for training, and the findings of task=doctor.
 
-Trained tokens are marked by colour on a terminal, and also by brackets, for pipes, files and
+Supervised tokens are marked by colour on a terminal, and also by brackets for pipes, files and
 readers who cannot distinguish the colours.
 """
 
@@ -18,10 +18,10 @@ from mens_exp.report.document import MARKS, Cell, Document, Facts, Section, Step
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-# What the lines above say: the model by its name, rows by their files.
+# Settings already shown in other lines: the model by name, rows by their files.
 _SAID = ("model.", "data.path", "data.val_path")
 _NAMES = ("._target_", ".name")
-_SMALL = 0.01  # of the memory; smaller parts are added up
+_SMALL = 0.01  # fraction of the memory; smaller parts are summed
 _ANSWERS = {True: "fits", False: "does not fit", None: "may not fit"}
 
 
@@ -29,9 +29,9 @@ def document(plan: Mapping[str, Any], steps: Sequence[Step] = ()) -> Document:
     """Return the planned run and its expected cost.
 
     Args:
-        plan: the contents of ``plan.json``. A number that is no exact count carries "≈" and
-            is followed by what it rests on.
-        steps: what to do next.
+        plan: the contents of ``plan.json``. A number that is not an exact count is marked "≈" and
+            followed by its basis.
+        steps: suggested next commands.
     """
     cells = [
         Cell("\n".join(lines), label=label, tone=tone)
@@ -86,7 +86,7 @@ def _said(value: Any) -> str:
 
 
 def _processes(shared: Mapping[str, Any]) -> Iterator[str]:
-    """Say who shares the work, and which way of sharing it fits the devices."""
+    """Describe how processes share the work, and the strategy that fits the devices."""
     machines = shared["processes"] // shared["on_each_machine"]
     where = f" on {machines} machines" if machines > 1 else ""
     yield f"{shared['processes']}{where}, {shared['strategy']}"
@@ -110,9 +110,9 @@ def _backend(plan: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _differences(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """Spell settings as they are typed, our defaults behind them.
+    """Format settings as typed, each with our default.
 
-    What only the chosen option has is left out: the lines above name the option.
+    Settings that only the chosen option has are omitted, because other lines name the option.
     """
     return ", ".join(
         f"{path}={wording.typed(one['found'])} ({wording.typed(one['default'])})"
@@ -122,7 +122,7 @@ def _differences(found: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _kernels(found: Mapping[str, str]) -> Iterator[str]:
-    """Say what computes the parts of a step, unless torch computes them all."""
+    """Name the kernels of a step, unless all are torch's."""
     if all(library.startswith("torch") for library in found.values()):
         return
     for library in dict.fromkeys(found.values()):
@@ -178,7 +178,7 @@ def _filtered(counts: Mapping[str, Any]) -> str:
 
 
 def _file(file: Mapping[str, Any]) -> str:
-    """Say what a file of rows was taken for, and what of it is left out."""
+    """Describe the detected format of a file of rows, and its ignored columns."""
     rows = f"{wording.count(file['rows'])} {file['form']} rows"
     to_validate = " to validate on" if file["role"] == "validation" else ""
     left = ", ".join(file.get("ignored") or ())
@@ -206,7 +206,7 @@ def _steps(plan: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _tokens(plan: Mapping[str, Any], about: str, *, is_exact: bool) -> str:
-    """Say how many tokens are trained on; steps are not full where blocks have room left."""
+    """State the number of training tokens; steps are not full if blocks have room left."""
     steps, tokens, total = (plan.get(k) for k in ("steps", "tokens_per_step", "tokens_total"))
     parts = [] if steps is None else [f"{about}{wording.count(steps)}"]
     is_full = steps is None or tokens is None or steps * tokens == total
@@ -233,7 +233,7 @@ def _time(values: Mapping[str, Any]) -> Iterator[str]:
 
 def _disk(values: Mapping[str, Any]) -> Iterator[str]:
     kept = values["checkpoints_kept"]
-    states = values["checkpoint"] * (kept + 1) if kept else 0  # one more while it is written
+    states = values["checkpoint"] * (kept + 1) if kept else 0  # plus the one being written
     adapter = values["adapter"] + values["peft"]
     records = values["in_run"] - states - adapter
     yield f"{wording.size(values['in_run'])} in the run directory, at most"
@@ -275,22 +275,22 @@ def _measured(values: Mapping[str, Any]) -> str:
 
 
 _BOUND = "│"  # between tokens
-_OPEN, _CLOSE = "⟦", "⟧"  # around what is trained
+_OPEN, _CLOSE = "⟦", "⟧"  # around supervised tokens
 _NEWLINE, _TAB, _SPACE = "⏎\n", "⇥", "·"
 _TRAINED, _CONTROL, _QUIET = "cyan underline", "bold magenta", "dim"
-_WINDOW = 8  # tokens decoded before one, so that a decoder that looks back has what it needs
-_MOST_PARTS = 8  # a character has at most four bytes; a decoder that never settles is cut here
+_WINDOW = 8  # tokens of context for decoders that look back
+_MOST_PARTS = 8  # a character has at most four bytes; a decoder that never settles stops here
 
 
 class Speller(Protocol):
-    """The part of a tokenizer that showing needs."""
+    """The part of the tokenizer interface that this view needs."""
 
     @property
     def special_ids(self) -> set[int]:
         """Ids of control tokens."""
 
     def spell(self, ids: Sequence[int]) -> str:
-        """Decode ids, control tokens spelled out."""
+        """Decode ids, including control tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -298,10 +298,10 @@ class ShownDocument:
     """One document of a row.
 
     Attributes:
-        title: what the row is called, and which of its documents this is.
-        ids: its tokens.
-        supervised: which of them are learned.
-        cut: tokens it lost to the limit.
+        title: the row's name, and the number of the document within it.
+        ids: its token ids.
+        supervised: mask of supervised tokens.
+        cut: tokens lost to truncation.
     """
 
     title: str
@@ -311,7 +311,7 @@ class ShownDocument:
 
 
 def token_legend() -> Text:
-    """Say how to read what `shown` draws."""
+    """Return the legend of `shown_document`."""
     text = Text("Rows as they are trained: ")
     text.append(f"{_OPEN}trained{_CLOSE}", style=_TRAINED)
     text.append("  read only  ")
@@ -324,12 +324,12 @@ def shown_document(document: ShownDocument, speller: Speller) -> Text:
     """Draw a document.
 
     Args:
-        document: what to draw.
-        speller: the tokenizer that made it.
+        document: the document.
+        speller: its tokenizer.
 
     Returns:
-        A line of counts, then each token between bars, what is trained in brackets. Tokens that
-        make one character between them stand together, with how many they are.
+        A line of counts, then each token between bars, with supervised tokens in brackets. Tokens
+        that together form one character are joined, with their number.
     """
     learned = sum(document.supervised)
     text = Text()
@@ -356,7 +356,7 @@ def shown_document(document: ShownDocument, speller: Speller) -> Text:
 
 
 def dropped_row(title: str, documents: int, seq_len: int) -> Text:
-    """Say that a row, or a part of it, is not trained on at all."""
+    """State that a row, or some of its documents, are not used for training."""
     what = "a document of it is" if documents == 1 else f"{documents} documents of it are"
     text = Text()
     text.append(f"{title}: ", style="bold")
@@ -373,7 +373,7 @@ def _cell(piece: str, tokens: int, *, learned: bool, control: bool) -> Text:
 
 
 def _visible(piece: str) -> str:
-    """Return a token's text with white space at its edges, and what no screen shows, visible."""
+    """Make white space at a token's edges, and invisible characters, visible."""
     body = piece.strip(" ")
     if not body:
         return _SPACE * len(piece)
@@ -396,7 +396,7 @@ def _character(character: str) -> str:
 def _pieces(
     ids: Sequence[int], supervised: Sequence[bool], speller: Speller
 ) -> Iterator[tuple[int, int, str]]:
-    """Yield begin, end and text of each token, or of tokens that only together make text."""
+    """Yield start, end and text of each token, or of tokens that form text only together."""
     start = 0
     for end in range(1, len(ids) + 1):
         before = list(ids[max(0, start - _WINDOW) : start])
@@ -414,8 +414,8 @@ class State(StrEnum):
     """The meaning of a finding for a run."""
 
     GOOD = "good"
-    NOTE = "note"  # limits something
-    BAD = "bad"  # stops something
+    NOTE = "note"  # a limitation
+    BAD = "bad"  # prevents something
 
 
 _TONES = {State.GOOD: Tone.GOOD, State.NOTE: Tone.WARN, State.BAD: Tone.BAD}
@@ -423,7 +423,7 @@ _TONES = {State.GOOD: Tone.GOOD, State.NOTE: Tone.WARN, State.BAD: Tone.BAD}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One thing looked at, and what to do where it is not as it should be."""
+    """The result of one check, and the remedy if it did not pass."""
 
     name: str
     state: State

@@ -1,9 +1,9 @@
 """Plots of a run as inline SVG: its telemetry, and its KPIs during training.
 
 The same records give the same bytes: identifiers are salted with the plot's name, no date is
-written, and the user's matplotlib settings are ignored. Every colour is written as a CSS variable
-with a neutral fallback, so that a page can follow its reader's light or dark theme and the picture
-still reads where no such variable is defined.
+written, and the user's matplotlib settings are ignored. Every colour is a CSS variable with a
+neutral fallback, so that a plot follows the page's light or dark theme and is also readable
+without these variables.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from mens_exp.report.summary import Records
 
-# One unmistakable colour each while drawing; the SVG carries the CSS variable instead.
+# A unique colour for each role while drawing; in the SVG, a CSS variable replaces it.
 _INK, _MUTED, _GRID, _BASE, _TUNED = "#010101", "#020202", "#030303", "#040404", "#050505"
 _CSS = {
     _INK: "var(--plot-ink, #777777)",
@@ -38,19 +38,19 @@ _CSS = {
     _BASE: "var(--plot-base, #8a8a84)",
     _TUNED: "var(--plot-tuned, #1a83a8)",
 }
-# Okabe and Ito's, so that arms differ for every kind of colour vision; the last two are our own.
+# The palette of Okabe and Ito, distinct for every kind of colour vision; the last two are ours.
 _OF_ARMS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a4a10", "#707070")
 ARMS = tuple(f"#0{number}0{number}0{number}" for number in range(6, 6 + len(_OF_ARMS) - 4))
 ARMS += tuple(f"#1{number}1{number}1{number}" for number in range(6, 10))
-"""Colours of arms while drawing, in their order; reused where there are more arms."""
+"""Colours of arms while drawing, in order; reused if there are more arms."""
 _CSS |= {
     drawn: f"var(--plot-arm-{number}, {css})"
     for number, (drawn, css) in enumerate(zip(ARMS, _OF_ARMS, strict=True))
 }
 _FONT_SIZE = 9.5
-_NARROW = 6.0  # inches; a wider drawing takes the whole width of a page
+_NARROW = 6.0  # inches; a wider drawing takes the full page width
 _MOST_POINTS = 1500  # a plot is about 900 pixels wide; more points only make the page heavy
-_LABEL_GAP = 0.075  # of the axes' height, between two labels in the margin
+_LABEL_GAP = 0.075  # fraction of the axes' height between two labels in the margin
 
 _Series = tuple[list[int], list[float]]
 
@@ -72,15 +72,15 @@ def draw(records: Records) -> list[Plot]:
 
 
 def css_of(color: str) -> str:
-    """Return what a page writes for a colour that is drawn with, such as one of :data:`ARMS`."""
+    """Return the CSS of a drawing colour, such as one of :data:`ARMS`."""
     return _CSS[color]
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Exponential moving average over about a tenth of the run, corrected for its start.
+    """Exponential moving average over about a tenth of the run, with bias correction.
 
     Args:
-        values: one value a step.
+        values: one value per step.
 
     Returns:
         As many values; the first equals the first of `values`.
@@ -95,12 +95,12 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 
 def thin(steps: list[int], values: list[float], most: int = _MOST_POINTS) -> _Series:
-    """Keep the lowest and the highest point of each stretch, so that no spike is lost.
+    """Keep the lowest and the highest point of each interval, so that no spike is lost.
 
     Args:
         steps: ascending step numbers.
         values: as many values.
-        most: the most points to keep, at least 2.
+        most: maximum number of points, at least 2.
     """
     if len(steps) <= most:
         return steps, values
@@ -132,7 +132,7 @@ def _validation(records: Records, condition: str) -> _Series:
 
 
 def _legend_above(axes: Axes) -> None:
-    """Put the legend where it covers no line."""
+    """Place the legend above the axes, where it covers no line."""
     axes.legend(
         loc="lower left",
         bbox_to_anchor=(0, 1.0),
@@ -166,7 +166,7 @@ def _loss(records: Records) -> Plot:
 
 
 def _lr_range(records: Records) -> list[Plot]:
-    """Draw the loss over the rate, if the run was a range test."""
+    """Draw the loss over the learning rate, if the run was a range test."""
     found = records.manifest.results.get("lr_range")
     seen = [p for p in records.payloads("step") if p.get("optim/lr") and p.get("train/loss")]
     if found is None or not found["smoothed"] or len(seen) != len(found["smoothed"]):
@@ -189,7 +189,7 @@ def _lr_range(records: Records) -> list[Plot]:
         axes.set_xlabel("learning rate")
         axes.xaxis.set_major_formatter(lambda rate, _: _scientific(rate, None))
         floor = min(found["smoothed"])
-        axes.set_ylim(1.6 * floor, max(-floor, 1e-3))  # what diverges would flatten the rest
+        axes.set_ylim(1.6 * floor, max(-floor, 1e-3))  # divergence would flatten the rest
         axes.set_ylabel(f"change of the loss ({wording.loss_unit(records.manifest)})")
 
     return [drawn("lr_range", "Loss over learning rate", caption, (10.4, 3.4), paint)]
@@ -209,7 +209,7 @@ def _paint_validation(axes: Axes, records: Records) -> None:
 
 
 def _label_margin(axes: Axes, ends: list[tuple[float, str, str]]) -> None:
-    """Write each label next to its line, moved apart if two would overlap."""
+    """Write each label next to its line, and separate overlapping labels."""
     low, high = axes.get_ylim()
     lowest = -1.0
     for value, text, color in sorted(ends):
@@ -272,7 +272,7 @@ _ENGAGED = {"system/cpu_percent": ("CPU", _INK), "system/gpu_percent": ("GPU", _
 
 
 def _machine(records: Records) -> list[Plot]:
-    """Draw the load of processor and GPU; nothing where it was not sampled."""
+    """Draw CPU and GPU load; nothing if it was not sampled."""
     name, title = "machine", "Machine"
     series = {key: _series(records, key) for key in _ENGAGED}
     series = {key: one for key, one in series.items() if one[0]}
@@ -301,11 +301,11 @@ def _machine(records: Records) -> list[Plot]:
     return [drawn(name, title, caption, (3.5, 2.2), paint)]
 
 
-_MOST_OWN = 12  # drawings of the user's metrics; a table has them all
+_MOST_OWN = 12  # plots of user metrics; a table lists all
 
 
 def draw_own(records: Records) -> list[Plot]:
-    """Draw the user's metrics that have values in several steps; the first ones, if many.
+    """Draw user metrics with values in several steps, up to `_MOST_OWN`.
 
     Args:
         records: the run; ``step`` and ``logged`` events of its telemetry are drawn.
@@ -346,21 +346,21 @@ def _scientific(value: float, _position: int | None) -> str:
 def drawn(
     name: str, title: str, caption: str, inches: tuple[float, float], paint: Callable[[Axes], None]
 ) -> Plot:
-    """Draw a plot as an inline SVG in the page's colours, the same bytes for the same drawing.
+    """Draw a plot as a reproducible inline SVG in the page's colours.
 
     Args:
         name: its identifier.
         title: its text alternative.
-        caption: how to read it.
+        caption: an explanation of the plot.
         inches: width and height.
-        paint: draws on axes that are furnished for optimizer steps; it may furnish otherwise.
+        paint: draws on axes that are prepared for optimizer steps, which it may change.
     """
     svg = _inline(_drawn(name, inches, paint), title)
     return Plot(name=name, title=title, caption=caption, svg=svg, wide=inches[0] > _NARROW)
 
 
 def absent(name: str, title: str, why: str) -> Plot:
-    """Return a plot that has nothing to draw."""
+    """Return a plot without data."""
     return Plot(name=name, title=title, caption="", absent=why)
 
 
@@ -369,7 +369,7 @@ def _drawn(name: str, inches: tuple[float, float], paint: Callable[[Axes], None]
     with mpl.rc_context():
         mpl.rcdefaults()
         mpl.rcParams["svg.hashsalt"] = f"mens_exp/{name}"
-        mpl.rcParams["svg.fonttype"] = "none"  # text stays text: selectable, in the page's font
+        mpl.rcParams["svg.fonttype"] = "none"  # keep text selectable and in the page's font
         mpl.rcParams["text.parse_math"] = False
         mpl.rcParams["font.size"] = _FONT_SIZE
         figure = Figure(figsize=inches, layout="constrained")
@@ -383,7 +383,7 @@ def _drawn(name: str, inches: tuple[float, float], paint: Callable[[Axes], None]
 
 
 def _furnish(axes: Axes) -> None:
-    """Leave a frame of one line and faint horizontal rules."""
+    """Reduce the frame to one line, and add faint horizontal grid lines."""
     axes.set_xlabel("optimizer step")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
@@ -399,7 +399,7 @@ def _furnish(axes: Axes) -> None:
 
 
 def _inline(document: str, title: str) -> str:
-    """Reduce an SVG file to an element of HTML: no prologue, fixed size or unused names."""
+    """Convert an SVG file to an inline element, without prologue, fixed size and unused names."""
     svg = document[document.index("<svg") :].rstrip()
     svg = re.sub(r"\s*<defs>\s*<style.*?</style>\s*</defs>", "", svg, count=1, flags=re.DOTALL)
     svg = re.sub(r"(<svg[^>]*?) width=\"[^\"]*\" height=\"[^\"]*\"", r"\1", svg, count=1)
@@ -416,11 +416,11 @@ def _inline(document: str, title: str) -> str:
     return svg.replace("<svg", head, 1)
 
 
-_SHOWN = ("eval/parse_rate", "eval/task_success")  # what a reader looks for first
+_SHOWN = ("eval/parse_rate", "eval/task_success")  # shown first
 
 
 def draw_kpis(records: Records) -> list[Plot]:
-    """Draw the scorecards of training; nothing where none was made.
+    """Draw the scorecards of training; nothing if there are none.
 
     Args:
         records: the run; ``scorecard_step`` events of its telemetry are drawn.
@@ -457,7 +457,7 @@ def draw_kpis(records: Records) -> list[Plot]:
 
 
 def _is_drawn(name: str, chosen_by: str | None) -> bool:
-    """Keep to one axis: shares, or alone what the adapter was chosen by where it is no share."""
+    """Select the KPIs of one axis: shares, or only the selection KPI if it is not a share."""
     if chosen_by is None or METRICS[chosen_by].unit == "1":
         return True
     return name == chosen_by

@@ -1,7 +1,7 @@
-"""The report of one run: four answers, its curves, what the models said, and everything recorded.
+"""The report of one run: a summary, its curves, the models' answers, and everything recorded.
 
-The page opens with what a reader wants to know: whether the run learned something, whether to
-trust it, what it cost, and what to type next.
+The summary states whether the run learned something, whether to trust it, its cost, and the next
+commands.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ if TYPE_CHECKING:
     from mens_exp.report.summary import Records
 
 _CONDITIONS = ("base", "tuned")
-_OPEN_ITEMS = 3  # completions unfolded at first sight
-_MOST_ITEMS = 100  # more would make a page of megabytes; the rest stays in events.jsonl
+_OPEN_ITEMS = 3  # completions initially expanded
+_MOST_ITEMS = 100  # more would make a page of megabytes; the rest is in events.jsonl
 _NOT_DRAWN = {"plan", "attribute", "compare", "promote", "rejection_sampling"}
 _TRAINS_NOTHING = {"evaluate", "plan"}
 
 
 def document(records: Records) -> Document:
-    """Return everything that is shown of a run; what it never reached is absent, with the reason.
+    """Return the report of a run; missing results are shown as absent, with the reason.
 
     Args:
-        records: of any task.
+        records: the records of a run of any task.
     """
     manifest, found = records.manifest, records.attribution
     parts: list[Part] = [*_error(records)]
@@ -114,7 +114,7 @@ def _error(records: Records) -> Iterator[Part]:
 
 
 def questions(records: Records) -> Section:
-    """Answer what a reader asks first."""
+    """Return the summary."""
     is_over = records.status != "started"
     asked = [_learned(records), _trust(records), _cost(records)] if is_over else []
     return Section("", [*asked, next_steps(steps(records))], name="questions", beside=True)
@@ -153,7 +153,7 @@ def _lower(label: str) -> str:
 
 
 def _trust(records: Records) -> Section:
-    """Say what was checked of this run, and what nobody knows of it."""
+    """State what was checked in this run, and what is unknown."""
     held, doubts, refused = _checks(records)
     doubts = [*doubts, "One run with one seed: no difference on this page carries an interval."]
     tone = Tone.BAD if refused else Tone.WARN
@@ -168,7 +168,7 @@ def _trust(records: Records) -> Section:
 
 
 def _checks(records: Records) -> tuple[list[str], list[str], list[str]]:
-    """Return what held, what is in doubt, and what was refused."""
+    """Return the checks that passed, the warnings and the refusals."""
     m, held, doubts = records.manifest, [], []
     contract = m.data_contract
     refused = list(contract["violations"]) if contract else []
@@ -212,7 +212,7 @@ def _cost(records: Records) -> Section:
 
 
 def steps(records: Records) -> list[Step]:
-    """Return what to type next."""
+    """Return the next commands."""
     m, place = records.manifest, records.place
     if records.status != "succeeded":
         again = Step(
@@ -281,7 +281,7 @@ def _after_range_test(typed: Sequence[str], found: Mapping[str, Any]) -> Iterato
 
 
 def results(records: Records, *, notes: bool = True) -> Section:
-    """Return base next to tuned, with notes on how to read the differences."""
+    """Return base and tuned results side by side, with notes on the differences."""
     rows = [
         (
             Cell(pair.label, detail=pair.unit),
@@ -298,7 +298,7 @@ def results(records: Records, *, notes: bool = True) -> Section:
 
 
 def _training(records: Records) -> Iterator[Section]:
-    """Draw the telemetry; these tasks have none, and matplotlib alone takes a second to import."""
+    """Draw the telemetry; skipped for tasks without it, since importing matplotlib takes 1 s."""
     if records.manifest.task in _NOT_DRAWN:
         return
     from mens_exp.report import plots
@@ -309,7 +309,7 @@ def _training(records: Records) -> Iterator[Section]:
 
 
 def answers(records: Records) -> Section:
-    """Return what both models said to the same prompts."""
+    """Return the answers of both models to the same prompts."""
     found = summary.items(records)
     parts: list[Part] = []
     is_noise = records.manifest.inputs.get("base_source") == "random"
@@ -341,7 +341,7 @@ def answers(records: Records) -> Section:
 
 
 def outcome(records: Records, *, most: int) -> list[Part]:
-    """Return what a terminal has room for: the first answers, the result, and its meaning."""
+    """Return the summary for a terminal: the first answers, the result and its meaning."""
     section = answers(records)
     is_noise = records.manifest.inputs.get("base_source") == "random"
     found = [] if is_noise else [part for part in section.parts if isinstance(part, Item)][:most]
@@ -363,7 +363,7 @@ def _no_items(records: Records) -> str:
 
 
 def _crossed(records: Records) -> list[Tally]:
-    """Cross the outcomes of the items of which both are known."""
+    """Cross-tabulate base and tuned outcomes of items for which both are known."""
     both: dict[str, dict[str, summary.Outcome]] = {}
     for event in records.items:
         outcome = summary.outcome_of(event)
@@ -394,7 +394,7 @@ def _scores(records: Records) -> list[Part]:
         return []
     conditions = list(card.conditions)
     every = [(key, values[key]) for values in card.conditions.values() for key in values]
-    # Why the others are null is listed under what is unknown.
+    # The reasons for null values are listed under what is unknown.
     keys = sections.ordered(key for key, value in every if value is not None or key == "parse_rate")
     rows = [
         (

@@ -1,6 +1,6 @@
-"""A search as a document: its space, its best trials, and how it went.
+"""A search as a document: its space, its best trials and its progress.
 
-The drawings show its progress, the importance of each setting, and the Pareto front.
+Plots show its progress, the importance of each setting, and the Pareto front.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _UNKNOWN = "–"
 
 
 def space_parts(record: SweepRecord) -> list[Part]:
-    """Return the space of a search, and its sampling."""
+    """Return the space of a search, and how it is sampled."""
     search = _of(record)
     many = min(record.n_jobs, search["n_trials"])
     at_a_time = f"{search['n_trials']} trials, {many} at a time: {settings(search)}"
@@ -66,7 +66,7 @@ def best_parts(record: SweepRecord) -> list[Part]:
 
 
 def document(record: SweepRecord) -> Document:
-    """Return a search: its space, its drawings and its trials."""
+    """Return the document of a search: its space, plots and trials."""
     search = _of(record)
     space = Facts(cells_of((one["key"], drawn_from(one)) for one in search["space"]))
     best, _ = best_parts(record)
@@ -103,7 +103,7 @@ def document(record: SweepRecord) -> Document:
 def _best_steps(record: SweepRecord) -> list[Step]:
     """Return the command that repeats the best trial with other seeds.
 
-    There is none if an experiment's YAML chose the sweeper: the experiment would search again.
+    There is none if an experiment's YAML selects the sweeper, because it would search again.
     """
     search = _of(record)
     if not any(text.startswith("hydra/sweeper=") for text in record.command):
@@ -119,7 +119,7 @@ def _best_steps(record: SweepRecord) -> list[Step]:
 
 
 def drawn_from(dimension: Dimension) -> str:
-    """Write what a key's values are drawn from."""
+    """Format the distribution of a key's values."""
     if dimension["values"]:
         return ", ".join(dimension["values"])
     ends = f"{dimension['low']:g} to {dimension['high']:g}"
@@ -130,7 +130,7 @@ def drawn_from(dimension: Dimension) -> str:
 
 
 def settings(search: SearchRecord) -> str:
-    """Write how a search draws, and what it is after."""
+    """Describe the sampler of a search, and its objectives."""
     goals = [
         f"{direction} {name}"
         for name, direction in zip(search["objectives"], search["directions"], strict=True)
@@ -140,7 +140,7 @@ def settings(search: SearchRecord) -> str:
 
 
 def counted(search: SearchRecord) -> str:
-    """Count the trials by how they ended; repeats of an earlier one are counted as well."""
+    """Count trials by outcome, including repeats of earlier ones."""
     states = [row["state"] for row in search["trials"]]
     told = [f"{states.count(one)} {one.value}" for one in TrialState if states.count(one)]
     repeats = sum(row["job"] not in {None, row["number"]} for row in search["trials"])
@@ -149,7 +149,7 @@ def counted(search: SearchRecord) -> str:
 
 
 def _values(search: SearchRecord, row: Trial) -> list[str]:
-    """Return a trial's number, draws and values."""
+    """Return a trial's number, sampled settings and objective values."""
     names, values = search["objectives"], row["values"]
     shown = [_UNKNOWN] * len(names)
     if values is not None:
@@ -158,7 +158,7 @@ def _values(search: SearchRecord, row: Trial) -> list[str]:
 
 
 def _trial(record: SweepRecord, row: Trial) -> list[Cell | str]:
-    """Return a line of the table of trials, with the way to its run's report."""
+    """Return a row of the trial table, with a link to its run's report."""
     job = next((job for job in record.jobs if job["number"] == row["job"]), None)
     why = row["reason"] or ""
     if row["job"] not in {None, row["number"]}:
@@ -174,14 +174,14 @@ def _of(record: SweepRecord) -> SearchRecord:
 
 
 _WIDE = 10.4  # inches
-_LINE, _EDGE = 0.34, 1.1  # inches of a bar, and of what stands around the bars
+_LINE, _EDGE = 0.34, 1.1  # inches per bar, and around the bars
 _MOST_CURVES = 60
 _ALL, _BEST, _CUT = ARMS[0], ARMS[1], ARMS[3]
 _MUTED, _RULE = "#020202", "#030303"
 
 
 def search_drawings(search: SearchRecord) -> list[Plot]:
-    """Draw progress, importance and Pareto front; what has no values says why it is absent."""
+    """Draw progress, importance and Pareto front; a plot without values states the reason."""
     objectives = list(enumerate(search["objectives"]))
     pairs = [(a, b) for a, _ in objectives for b, _ in objectives if a < b]
     drawn = [_progress(search, place) for place, _ in objectives]
@@ -251,11 +251,11 @@ def _front(search: SearchRecord, x: int, y: int) -> Plot:
         others = [(v[x], v[y]) for row, v in found if row["number"] not in search["best"]]
         _trial_points(axes, others, _ALL, "trial")
         _trial_points(axes, best, _BEST, "on the front")
-        if len(names) == 2:  # noqa: PLR2004  # of more, a front is no line
+        if len(names) == 2:  # noqa: PLR2004  # otherwise not a line
             axes.step(
                 [one for one, _ in best],
                 [one for _, one in best],
-                # Between two trials the other objective is that of the one that x allows.
+                # Between two trials, the front is a step: the best value reachable at x.
                 where="post" if search["directions"][x] == "minimize" else "pre",
                 color=_BEST,
                 linewidth=1,
@@ -273,7 +273,7 @@ def _front(search: SearchRecord, x: int, y: int) -> Plot:
 
 
 def _spell_sizes(axis: Axis, objective: str) -> None:
-    """Write bytes in binary units."""
+    """Label an axis of bytes in binary units."""
     if objective.endswith("_bytes"):
         axis.set_major_formatter(FuncFormatter(lambda value, _: wording.size(value)))
 

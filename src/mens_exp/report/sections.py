@@ -1,4 +1,4 @@
-"""Sections of a run's report: planned and measured, what ran, what went in, and the record."""
+"""Sections of a run's report: planned and measured values, facts, inputs and the record."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
     from mens_exp.report.summary import Records
 
-_NEAR = 0.1  # a prediction this close to the measurement is called near
+_NEAR = 0.1  # relative error up to which a prediction is called near
 _DIFFERENCES = "differs_from_default"
 _METRICS = "metrics"
 _CODE_KEYS = ("commit", "digest", "sha256", "path")
-# JSON is written with sorted keys; a reader wants what belongs together side by side.
+# JSON keys are sorted; a report shows related keys together.
 _ORDER = (
     *("base_model", "base_source", "base_weights_sha256", "tokenizer_sha256"),
     *("chat_template_sha256", "data", "source", "rows_sha256", "train_rows", "val_rows"),
@@ -34,7 +34,7 @@ _ORDER = (
     *("compile_at_1", "compile_at_n", "canonical", "strictness"),
 )
 _OTHER_TABLES = ("packages", "environment")
-# Hundreds of lines, or shown apart.
+# Too long (hundreds of lines), or shown in another section.
 _FOR_MACHINES = ("lora_init_layers_sha256", "rounds", _DIFFERENCES, _METRICS)
 _BETTER = {"min": "lower", "max": "higher", "none": ""}
 
@@ -44,7 +44,7 @@ def rounds(done: Sequence[Mapping[str, Any]], stopped: str | None = None) -> Sec
 
     Args:
         done: the finished rounds, as the manifest records them.
-        stopped: why no further round began; None if all were asked for.
+        stopped: why no further round began; None if all rounds were run.
     """
     kpi = next((one["kpi"] for one in done if one["kpi"] is not None), None)
     rows: list[Sequence[Cell | str]] = [
@@ -102,7 +102,7 @@ def _as_rate(value: float | None) -> str:
 
 
 def _of_rows(one: Mapping[str, Any]) -> str:
-    """Say what is new in the rows of a round, or how many of their tasks can teach something."""
+    """State the new rows of a round, or the number of its tasks that are useful for training."""
     of_both = one.get("prompts_of_both")  # absent from older records
     return f"both kinds in {of_both} tasks" if of_both else f"{one['new']} new"
 
@@ -114,7 +114,7 @@ def _rate(value: float | None) -> str:
 def own_metrics(records: Records) -> list[Table]:
     """Return the metrics of the objective, and those of callbacks and modules.
 
-    Each has the run's value and how it is made of the series, and its unit.
+    Each has the run's value, how it is aggregated over the series, and its unit.
     """
     ours = summary.names_of_objective(records.manifest)
     of_objective: list[tuple[Cell, str, str, str]] = []
@@ -138,7 +138,7 @@ def own_metrics(records: Records) -> list[Table]:
 
 
 def media(records: Records) -> Iterator[Note]:
-    """Yield a note of what is in the W&B mirror alone: images, tables and so on."""
+    """Yield a note on data that is only in the W&B mirror, such as images and tables."""
     found = {
         f"{name} ({kind})": None
         for payload in records.payloads("logged")
@@ -149,7 +149,7 @@ def media(records: Records) -> Iterator[Note]:
 
 
 def planned(records: Records) -> Section:
-    """Return the plan next to the measurements."""
+    """Return planned values next to measurements."""
     plan = records.plan
     if plan is None:
         note = Note("There is no plan next to this run.", Tone.QUIET)
@@ -213,7 +213,7 @@ def _known(value: Any, key: str, absent: str, about: str = "") -> Cell:
 
 
 def components(memory: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """Return the parts of a memory estimate, the largest first.
+    """Return the parts of a memory estimate, largest first.
 
     Args:
         memory: the plan's ``memory_bytes``.
@@ -241,17 +241,17 @@ def _facts_or(cells: list[Cell], absent: str) -> Part:
 
 
 def facts(records: Records) -> list[Cell]:
-    """Return the facts that were read back from the model and the first batch."""
+    """Return the facts read back from the model and the first batch."""
     found = records.manifest.facts
     shown = {key: value for key, value in found.items() if key not in _FOR_MACHINES}
     return [*_cells(records, "facts", shown), *_differences(records)]
 
 
 def _differences(records: Records) -> Iterator[Cell]:
-    """Yield each setting that is not our default, as it is typed.
+    """Yield each setting that differs from our default, as typed.
 
-    A setting that only the chosen option has is shown where the command names it: the others are
-    what that option is.
+    Settings that only the chosen option has are shown if the command names them; otherwise the
+    option implies them.
     """
     named = {text.partition("=")[0].lstrip("+") for text in records.manifest.overrides}
     for path, one in sorted((records.manifest.facts.get(_DIFFERENCES) or {}).items()):
@@ -267,7 +267,7 @@ def inputs(records: Records) -> list[Cell]:
 
 
 def environment(records: Records) -> list[Cell]:
-    """Return the machine and the code; packages and variables are listed apart."""
+    """Return the machine and the code; packages and variables are listed separately."""
     provenance = records.manifest.provenance
     rest = {key: value for key, value in provenance.items() if key not in _OTHER_TABLES}
     return _cells(records, "provenance", rest)
@@ -280,7 +280,7 @@ def outputs(records: Records) -> list[Cell]:
 
 
 def _cells(records: Records, part: str, values: Mapping[str, Any]) -> list[Cell]:
-    """Return a cell for each leaf; those of a nested mapping follow each other."""
+    """Return a cell for each leaf of a nested mapping, depth first."""
     cells = []
     for key in ordered(values):
         value, dotted, label = values[key], f"{part}.{key}", wording.label(key)
@@ -299,13 +299,13 @@ def _cells(records: Records, part: str, values: Mapping[str, Any]) -> list[Cell]
 
 
 def ordered(keys: Iterable[str]) -> list[str]:
-    """Return known keys in a reader's order, then the others by name."""
+    """Return known keys in display order, then the others by name."""
     rank = {key: number for number, key in enumerate(_ORDER)}
     return sorted(set(keys), key=lambda key: (rank.get(key, len(rank)), key))
 
 
 def notes(records: Records) -> Iterator[Section]:
-    """Yield what was noted while it ran, if anything was."""
+    """Yield the notes made during the run, if any."""
     view = summary.peft_view(records)
     lines = [*attempts(records), *records.manifest.notes, *([view] if view else [])]
     if lines:
@@ -313,7 +313,7 @@ def notes(records: Records) -> Iterator[Section]:
 
 
 def attempts(records: Records) -> list[str]:
-    """Return a line for each time the run was started; none when there was only one."""
+    """Return one row per start of the run; empty if there was only one."""
     every = records.manifest.attempts
     if len(every) <= 1:
         return []
@@ -329,7 +329,7 @@ def _attempt(number: int, attempt: Mapping[str, Any]) -> str:
 
 
 def record(records: Records) -> Section:
-    """Return the rest of the record, folded."""
+    """Return the rest of the record, collapsed."""
     folds = [
         Section("Files written", [Facts(found)], count=len(found), folded=True)
         for found in [outputs(records)]
@@ -350,7 +350,7 @@ def record(records: Records) -> Section:
 
 
 def unknown_fold(unknown: Mapping[str, str]) -> list[Section]:
-    """Return what is unknown and why, folded; nothing where all is known."""
+    """Return unknown values and the reasons, collapsed; nothing if all values are known."""
     cells = [Cell(why, label=name) for name, why in sorted(unknown.items())]
     fold = Section("Unknown, and why", [Facts(cells)], count=len(cells), folded=True)
     return [fold] if cells else []
@@ -384,7 +384,7 @@ def _configuration(records: Records) -> list[Part]:
 
 
 def data_contract(records: Records) -> list[Section]:
-    """Return what the rows became; nothing where the run did not measure it."""
+    """Return the data contract; nothing if the run did not measure it."""
     node = records.manifest.data_contract
     if node is None:
         return []

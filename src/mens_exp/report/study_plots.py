@@ -1,7 +1,7 @@
 """Plots of a study: forests of intervals, learning curves, cost against quality, all cells.
 
-Every line of the parallel coordinates of a sweep carries the number of its cell, so that a page's
-script can dim the lines of cells that are filtered out.
+Every line in the parallel coordinates of a sweep carries its cell number, so that a page's script
+can dim the lines of filtered-out cells.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from mens_exp.report.document import Plot
 
 _WIDE = 10.4  # inches
-_LINE, _EDGE = 0.34, 1.1  # inches of a forest: a row, and what stands around the rows
-_BELOW = 0.22  # of a row: where the dots of the seeds stand, under the interval
+_LINE, _EDGE = 0.34, 1.1  # inches of a forest plot: per row, and around the rows
+_BELOW = 0.22  # of a row: offset of the seeds' dots below the interval
 _MOST_ROWS = 40
-_FAR = 10  # times the median row: what is beyond would flatten the others
-_FEW = 3  # rows that a median is taken of
+_FAR = 10  # times the median row; a larger value would flatten the others
+_FEW = 3  # minimum number of rows for a median
 _METRICS = {"train/loss": "training loss", "val/loss": "validation loss"}
 _COSTS = {"train_s": "training time (s)", "peak_bytes": "peak memory (bytes)", "tokens": "tokens"}
 
@@ -42,16 +42,16 @@ class _Row:
     estimate: float
     high: float | None
     color: str
-    seeds: Sequence[float] = ()  # the difference of each
+    seeds: Sequence[float] = ()  # the difference for each seed
 
     @property
     def reach(self) -> float:
-        """The number of it that is farthest from zero."""
+        """The value farthest from zero."""
         return max(abs(one) for one in (self.low, self.estimate, self.high) if one is not None)
 
 
 def comparison_drawings(record: Comparison) -> list[Plot]:
-    """Draw whatever the record has values for; the rest says why it is absent."""
+    """Draw the plots of a comparison; a plot without values states the reason."""
     colors = {arm["name"]: ARMS[i % len(ARMS)] for i, arm in enumerate(record.arms)}
     curves = [_curves(record, metric, colors) for metric in _METRICS]
     costs = [_scatter(record, cost, colors) for cost in _COSTS]
@@ -166,14 +166,14 @@ def _forest(name: str, title: str, caption: str, rows: Sequence[_Row], why: str,
 
 
 def _limit(rows: Sequence[_Row]) -> float:
-    """Return where the axis ends, so that no row flattens the others."""
+    """Return the end of the axis, chosen so that no row flattens the others."""
     reaches = [row.reach for row in rows if row.reach > 0]
     far = _FAR * statistics.median(reaches) if len(reaches) >= _FEW else math.inf
     return 1.1 * max((reach for reach in reaches if reach <= far), default=math.inf)
 
 
 def _arrow(axes: Axes, place: int, row: _Row, limit: float) -> None:
-    """Stand for a difference beyond the axis."""
+    """Draw an arrow for a difference beyond the axis."""
     side = math.copysign(1, row.estimate)
     style = "none" if row.low is None else row.color
     axes.plot(
@@ -218,7 +218,7 @@ def _curves(record: Comparison, metric: str, colors: dict[str, str]) -> Plot:
 
 
 def _legend(axes: Axes, *, columns: int) -> None:
-    """Name the arms above the drawing: inside, marks are taken for points and names are crossed."""
+    """Draw the legend above the axes, where it cannot be confused with data or be crossed."""
     axes.legend(
         frameon=False,
         labelcolor="#020202",
@@ -256,19 +256,19 @@ def _scatter(record: Comparison, cost: str, colors: dict[str, str]) -> Plot:
     return drawn(name, title, caption, (5.2, 3.4), paint)
 
 
-_WIDTH, _HEIGHT = 1040, 320  # of the drawing's own units, about pixels
+_WIDTH, _HEIGHT = 1040, 320  # SVG units, about pixels
 _LEFT, _TOP, _BOTTOM = 70.0, 34.0, 24.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """One cell.
+    """The line of one cell.
 
     Attributes:
-        cell: its number.
-        arm: its name, for who points at it.
-        color: in CSS.
-        values: by axis; None, or no entry, leaves a gap.
+        cell: number of the cell.
+        arm: name of its arm, shown on hover.
+        color: CSS colour.
+        values: value by axis; None or a missing entry leaves a gap.
     """
 
     cell: int
@@ -286,15 +286,15 @@ class _Axis:
 
 
 def parallel(axes: Sequence[str], lines: Sequence[Line], colors: Mapping[str, str]) -> str:
-    """Draw the lines; an axis on which no cell has a value is left out.
+    """Draw parallel coordinates; axes without values are omitted.
 
     Args:
-        axes: names, from left to right. Values that are all numbers lie to scale, others apart.
+        axes: axis names, left to right. Numeric axes are to scale; others are evenly spaced.
         lines: the cells.
-        colors: arm -> its colour, for the legend.
+        colors: arm -> colour, for the legend.
 
     Returns:
-        An ``<svg>`` element, empty where fewer than two axes are left.
+        An ``<svg>`` element; empty if fewer than two axes are left.
     """
     used = [name for name in axes if any(line.values.get(name) is not None for line in lines)]
     if len(used) < 2:  # noqa: PLR2004  # a line needs two ends

@@ -1,4 +1,4 @@
-"""The records of a run, read once, and its headline readings: base next to tuned, and the cost.
+"""The records of a run, read once, and its main results: base and tuned metrics, and the cost.
 
 Report, model card and terminal take their numbers from here, so that they cannot disagree.
 """
@@ -36,18 +36,18 @@ _NOT_REACHED = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Records:
-    """The records that a run left; a part that it never reached is empty or None.
+    """The records of a run; parts that it never reached are empty or None.
 
     Attributes:
         manifest: identity, inputs, facts, results and status of the run.
-        events: the telemetry, one mapping an event, in the order they were written.
-        scorecard: the KPIs, None when the run was not evaluated.
+        events: the telemetry, one mapping per event, in the order written.
+        scorecard: the KPIs; None if the run was not evaluated.
         items: one mapping per evaluated item and condition.
-        samples: answers that nobody scored, None when none were asked for.
-        plan: the execution plan, None when the run failed before it was made.
-        config: the composed configuration as YAML text, None when there is none.
-        attribution: what quantizing the base costs, None when it was not measured.
-        place: the directory, as a command names it.
+        samples: unscored answers; None if none were requested.
+        plan: the execution plan; None if the run failed before planning.
+        config: the composed configuration as YAML; None if there is none.
+        attribution: the cost of quantizing the base; None if it was not measured.
+        place: the directory, as written in commands.
     """
 
     manifest: Manifest
@@ -66,17 +66,17 @@ class Records:
         return str(self.manifest.status)
 
     def payloads(self, event: str) -> list[dict[str, Any]]:
-        """Payloads of every telemetry event of one kind, oldest first."""
+        """Return the payloads of all telemetry events of one kind, oldest first."""
         return [record["payload"] for record in self.events if record["event"] == event]
 
     def why_absent(self, dotted: str) -> str:
-        """Say why a field of the manifest or scorecard holds no value.
+        """Explain why a field of the manifest or scorecard has no value.
 
         Args:
             dotted: the field, as ``results.peak_cuda_bytes`` or ``conditions.base.parse_rate``.
 
         Returns:
-            The recorded reason, or what the run's status says about it.
+            The recorded reason, or one derived from the run's status.
         """
         for unknown in (self.manifest.unknown, self.scorecard.unknown if self.scorecard else {}):
             if dotted in unknown:
@@ -88,7 +88,7 @@ def load(run: RunDir) -> Records:
     """Read a run directory.
 
     Args:
-        run: the directory; only its manifest has to be there.
+        run: the directory, of which only the manifest is required.
 
     Raises:
         MensError: the manifest is missing, or a record is damaged or of a newer version.
@@ -127,14 +127,14 @@ _WITHOUT_TRAINING = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A KPI of base and tuned model, the difference in words, and whether it is for the better."""
+    """A KPI of base and tuned model, their difference in words, and whether it is better."""
 
     label: str
     base: Cell
     tuned: Cell
     change: str  # empty unless both values are known
     tone: Tone
-    note: str  # what the reader has to know to weigh it
+    note: str  # a caveat for interpreting it
     unit: str = ""
 
 
@@ -142,7 +142,7 @@ _VERDICTS = {Tone.GOOD: " better", Tone.BAD: " worse", Tone.QUIET: ""}
 
 
 def change_cell(pair: Pair, *, note: str = "") -> Cell:
-    """Return the difference as a cell that says whether it is for the better."""
+    """Return the difference as a cell that shows whether it is an improvement."""
     words = f"{pair.change}{_VERDICTS[pair.tone]}" if pair.change else "unknown"
     return Cell(words, tone=pair.tone, detail=note)
 
@@ -156,7 +156,7 @@ def _lower_is_better(
     *,
     is_ratio: bool = True,
 ) -> Pair:
-    """Return a figure and its change: relative to the base's, unless that may be 0 or negative."""
+    """Return a metric and its change, relative to the base unless that may be 0 or negative."""
     base, tuned = values
     if base is None or tuned is None or (is_ratio and base <= 0):
         return Pair(label, cells[0], cells[1], "", Tone.QUIET, note, unit)
@@ -173,9 +173,9 @@ def _tone(gain: float) -> Tone:
 
 
 def val_loss(records: Records) -> Pair:
-    """Validation loss, in nats per token unless the objective is no likelihood.
+    """Return the validation loss, in nats per token if the objective is a likelihood.
 
-    A run that ended before its results were written is read from telemetry.
+    For a run that ended before it wrote results, the telemetry is used.
     """
     values = tuple(_val_loss(records, name) for name in _CONDITIONS)
     details = ("", _selected(records))
@@ -200,15 +200,15 @@ def _val_loss(records: Records, condition: str) -> float | None:
 
 
 def _selected(records: Records) -> str:
-    """Say which step the adapter is of, where it is not the last one."""
+    """State the step of the adapter if it is not the last one."""
     step, steps = (records.manifest.results.get(name) for name in ("adapter_step", "steps"))
     return "" if None in {step, steps} or step == steps else f"adapter of step {step} of {steps}"
 
 
 def pairs(records: Records) -> list[Pair]:
-    """Every figure that base and tuned both have.
+    """Return every metric available for both base and tuned model.
 
-    Bits a byte where the run could tell them, and shares of answers unless none was asked for.
+    Bits per byte are included if the run recorded them, and answer rates if answers were requested.
     """
     loss, card = val_loss(records), records.scorecard
     trains = records.manifest.task not in _WITHOUT_TRAINING
@@ -250,7 +250,7 @@ def names_of_objective(manifest: Manifest) -> set[str]:
 
 
 def expects_answers(records: Records) -> bool:
-    """Tell whether a run without a scorecard may have one yet, or was to have one."""
+    """Return whether a run without a scorecard may still get one, or should have one."""
     spec = SUITES.known(records.manifest.choices.get("suite") or "")
     return records.status != "succeeded" and (spec is None or spec.scores)
 
@@ -263,7 +263,7 @@ def _bits_per_byte(records: Records) -> Pair:
 
 
 def parse_rate(records: Records) -> Pair:
-    """Share of held-out completions that parse."""
+    """Return the share of held-out completions that parse."""
     label = title_of(None if records.scorecard is None else records.scorecard.suite)
     return _shares(f"{label} that parse", records, "parse_rate", "parsed")
 
@@ -292,7 +292,7 @@ def _scores(card: Scorecard | None) -> list[dict[str, Any]]:
 
 
 class Outcome(NamedTuple):
-    """The strongest known outcome of an answer: quiet where unknown, and what a good one does."""
+    """The strongest known outcome of an answer (quiet if unknown), and the verb for success."""
 
     tone: Tone
     words: str
@@ -316,7 +316,7 @@ def items(records: Records) -> list[Item]:
     if records.samples is not None:
         return [_of_sample(one) for one in records.samples.items]
     by_name: dict[str, dict[str, ItemEvent]] = {}
-    for event in records.items:  # of samples, the first
+    for event in records.items:  # the first of several samples
         by_name.setdefault(event["item_id"], {}).setdefault(event["condition"], event)
     return [_item(name, answers) for name, answers in by_name.items()]
 
@@ -331,7 +331,7 @@ def _of_sample(one: Sample) -> Item:
 
 
 def _item(name: str, answers: dict[str, ItemEvent]) -> Item:
-    # Base and tuned, or the conditions of a suite that brings models of its own.
+    # Base and tuned, or the conditions of a suite with its own models.
     sides = tuple(answers) if answers.keys() - set(_CONDITIONS) else _CONDITIONS
     first = next(iter(answers.values()))
     said = [_answer(side, answers.get(side)) for side in sides]
@@ -361,7 +361,7 @@ def _detail(tokens: int | None, finished: bool) -> str:
 
 
 def peft_view(records: Records) -> str:
-    """Describe the difference of the PEFT directory from the trained model, and rounding."""
+    """Describe how the PEFT directory differs from the trained model, and the rounding error."""
     results, form = records.manifest.results, records.manifest.facts.get("compute_dtype")
     own, kernels = (results.get(f"peft_view_{name}") for name in ("difference", "kernels"))
     if own is None or kernels is None:
@@ -377,14 +377,14 @@ def peft_view(records: Records) -> str:
 
 
 def unsafe(records: Records) -> str:
-    """Return a warning if programs ran without isolation."""
+    """Return a warning if generated programs ran without isolation."""
     if records.scorecard is None or records.scorecard.sandbox != "unsafe":
         return ""
     return "Programs ran without isolation (sandbox=unsafe): no evidence for a promotion."
 
 
 def cost(records: Records) -> list[Cell]:
-    """Throughput, peak memory, peak GPU memory and time, in this order."""
+    """Return throughput, peak memory, peak GPU memory and time, in this order."""
     every, train_s = (records.manifest.results.get(k) for k in ("tokens_per_s", "train_s"))
     all_tokens = "" if every is None else f"{wording.rate(every)} counting every token"
     training = "" if train_s is None else f"{wording.duration(train_s)} of it training"
@@ -399,7 +399,7 @@ def cost(records: Records) -> list[Cell]:
 
 
 def headline(records: Records) -> str:
-    """A one-sentence summary of the run's result."""
+    """Return a one-sentence summary of the run's result."""
     loss = val_loss(records)
     if loss.base.text and loss.tuned.text and records.status == "succeeded":
         steps = records.manifest.results.get("steps")
@@ -419,14 +419,14 @@ def headline(records: Records) -> str:
 
 
 def command(records: Records) -> str:
-    """The command that starts this run again, quoted for a shell."""
+    """Return the command that repeats this run, quoted for a shell."""
     return wording.command(*records.manifest.overrides)
 
 
 def base_command(records: Records) -> str | None:
-    """Return the command that writes the base as a directory of its name; None if it is elsewhere.
+    """Return the command that exports the base to a directory; None if it is available elsewhere.
 
-    Only a bundled or a random base is found nowhere but here.
+    Only bundled and random base models exist nowhere else.
     """
     manifest = records.manifest
     inputs, option = manifest.inputs, manifest.choices.get("model")

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from mens_exp.report.document import Part
 
 _MOST_TEXT = 2_000  # characters of a prompt or an answer
-_FIRST = 4  # KPIs and costs each that are shown at first sight
-_AXES = 3  # KPIs and costs each that get an axis
+_FIRST = 4  # initially visible KPIs, and as many costs
+_AXES = 3  # KPIs with an axis, and as many costs
 _TONES: dict[str, Tone] = {
     JobState.SUCCEEDED: Tone.GOOD,
     JobState.FAILED: Tone.BAD,
@@ -88,7 +88,7 @@ def result_parts(record: SweepRecord) -> list[Part]:
 
 
 def steps(place: str, again: Sequence[str] = (), *, is_done: bool) -> list[Step]:
-    """Return what to type after a sweep, which goes on by itself or by a command of its own."""
+    """Return the next commands after a sweep, including the one that resumes it."""
     if not is_done:
         command = wording.command(*again) if again else wording.command(("sweep.resume", place))
         return [Step(command, "continue, once the cause is fixed")]
@@ -97,10 +97,10 @@ def steps(place: str, again: Sequence[str] = (), *, is_done: bool) -> list[Step]
 
 
 def steps_after_study(record: SweepRecord, place: Path) -> list[Step]:
-    """Return what to type after a study: check its comparison, or continue it.
+    """Return the next commands after a study: check its comparison, or continue it.
 
     Args:
-        record: of the study.
+        record: the record of the study's sweep.
         place: its directory.
     """
     assert record.study is not None, "a study"
@@ -132,17 +132,17 @@ def _differs(texts: Sequence[str]) -> str:
 
 
 def _total(record: SweepRecord) -> str:
-    """Add up what all cells take, as far as it is known."""
+    """Return the total cost of all cells, as far as it is known."""
     times = [job["estimate"].get("time_s") for job in record.jobs]
     memory = [job["estimate"].get("memory_bytes") or 0 for job in record.jobs]
     disk = sum(job["estimate"].get("disk_bytes") or 0 for job in record.jobs)
     known = [one for one in times if one is not None]
     many = min(record.n_jobs, len(record.jobs))
-    # Jobs on the CPU share its cores: two at a time are no faster than one after the other.
+    # CPU jobs share the cores: two at a time are no faster than one after the other.
     on_cpu = any(job["estimate"].get("device") == "cpu" for job in record.jobs)
     slots = max(1, len(record.gpus) // record.gpus_per_job)
     beside = 1 if on_cpu else min(many, slots)
-    if record.launcher == _SLURM:  # each on cores or a GPU of its own, once it has left the queue
+    if record.launcher == _SLURM:  # each job has its own cores or GPU once it leaves the queue
         beside = max(1, many)
     time = _time(sum(known) / beside) if len(known) == len(times) else _UNKNOWN
     peak = sum(sorted(memory, reverse=True)[: record.n_jobs])
@@ -182,7 +182,7 @@ def _left_out(record: SweepRecord) -> Iterator[Note]:
 
 
 def document(review: SweepReview, after: Sequence[Step] = ()) -> Document:
-    """Return a sweep with everything that its runs recorded."""
+    """Return the document of a sweep with all results of its runs."""
     record, compared = review.record, review.comparison
     states = [cell.state for cell in review.cells]
     counts = ", ".join(f"{states.count(one)} {one}" for one in dict.fromkeys(states))
@@ -229,7 +229,7 @@ def document(review: SweepReview, after: Sequence[Step] = ()) -> Document:
 
 
 def _answers_to(study: StudyRecord, compared: Comparison | None) -> Iterator[Note]:
-    """Yield what a study found, and which of its runs were not made."""
+    """Yield the findings of a study, and its missing runs."""
     if compared is not None:
         yield from comparison_view.hypothesis(compared, study["settings"])
     if study["stopped"]:
@@ -306,7 +306,7 @@ def _measured(value: float | None, column: Column) -> Cell:
 
 
 def _coordinates(review: SweepReview) -> Plot:
-    """Draw every cell over the factors, its costs and its KPIs."""
+    """Draw every cell as a line over factors, costs and KPIs."""
     from mens_exp.report.study_plots import Line, parallel
 
     measured = [*review.costs[:_AXES], *review.kpis[:_AXES]]
@@ -333,7 +333,7 @@ def _coordinates(review: SweepReview) -> Plot:
 
 
 def _arm_colors(review: SweepReview) -> dict[str, str]:
-    """Give arms the colours that the comparison draws them in, the others the next ones."""
+    """Assign compared arms the colours of the comparison, and other arms the next ones."""
     from mens_exp.report.plots import ARMS, css_of
 
     first = [] if review.comparison is None else [arm["name"] for arm in review.comparison.arms]
@@ -343,7 +343,7 @@ def _arm_colors(review: SweepReview) -> dict[str, str]:
 
 
 def _predictions(review: SweepReview) -> Iterator[Part]:
-    """Gather what all cells answered to one item; equal answers stand there once."""
+    """Collect the answers of all cells to each item; equal answers are merged."""
     by_item: dict[str, list[Prediction]] = {}
     for one in review.predictions:
         by_item.setdefault(one.item, []).append(one)

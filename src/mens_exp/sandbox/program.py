@@ -27,11 +27,11 @@ _END_S: Final = 5.0
 
 
 class Outcome(StrEnum):
-    """The way in which an execution ended."""
+    """The outcome of an execution."""
 
     ok = "ok"  # exit code 0
     failed = "failed"  # another exit code
-    killed_signal = "killed_signal"  # by a signal that no limit sent
+    killed_signal = "killed_signal"  # by a signal not sent by a limit
     timeout = "timeout"  # the wall-time limit was exceeded
     cpu_time = "cpu_time"
     memory = "memory"
@@ -48,7 +48,7 @@ class Limits:
     wall_s: float = 10.0
     processes: int = 32  # threads count
     output_kib: int = 256  # stdout and stderr, each
-    file_mib: int = 16  # all files that it writes together
+    file_mib: int = 16  # total size of files written; without isolation, size of each file
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +60,7 @@ class Program:
     stdin: str = ""
     env: Mapping[str, str] = field(default_factory=dict)  # besides PATH, HOME, TMPDIR and LANG
     visible: tuple[str, ...] = ()  # additional paths of this machine, mounted read-only
-    channel: int | None = None  # a socket that is its input, instead of `stdin`
+    channel: int | None = None  # a socket used as input instead of `stdin`
 
     def __post_init__(self) -> None:
         """Refuse files outside the working directory.
@@ -102,7 +102,7 @@ class Service:
         return self.process.poll() is None
 
     def close(self) -> None:
-        """Wait for it to end, with its channel closed, or kill it."""
+        """Wait for the program to end after its channel is closed, or kill it."""
         try:
             self.process.wait(_END_S)
         except subprocess.TimeoutExpired:
@@ -225,7 +225,7 @@ def _cpu_s(pid: int) -> float:
         stat = Path(f"/proc/{pid}/stat").read_text("ascii", errors="replace")
     except _GONE:
         return 0.0
-    after_name = stat.rpartition(")")[2].split()  # a name may hold blanks and parentheses
+    after_name = stat.rpartition(")")[2].split()  # a name may contain spaces and parentheses
     return sum(map(int, after_name[11:15])) / _TICKS_PER_S
 
 
@@ -299,10 +299,10 @@ class Rustfmt:
 
 
 def find_rust() -> Toolchain:
-    """Find this machine's compiler.
+    """Find the installed Rust compiler.
 
     Raises:
-        SetupError: it, or the linker that it uses, is not installed.
+        SetupError: the compiler or its linker is not installed.
     """
     found = shutil.which("rustc")
     if found is None or shutil.which("cc") is None:
@@ -325,7 +325,7 @@ def find_rust() -> Toolchain:
 
 
 def find_clippy(toolchain: Toolchain) -> Clippy:
-    """Find the Clippy that belongs to a compiler.
+    """Find the Clippy of a toolchain.
 
     Raises:
         SetupError: it is not installed, or does not start.
@@ -339,7 +339,7 @@ def find_clippy(toolchain: Toolchain) -> Clippy:
 
 
 def find_rustfmt(toolchain: Toolchain) -> Rustfmt:
-    """Find the formatter that belongs to a compiler.
+    """Find the formatter of a toolchain.
 
     Raises:
         SetupError: it is not installed, or does not start.

@@ -1,4 +1,4 @@
-"""Execute a program under supervision: kernel limits, its process tree, and how it ended.
+"""Execute a program under supervision: resource limits, its process tree, and the outcome.
 
 Limits are enforced by the kernel per process, and here for the whole tree. The sandbox `unsafe`
 consists of this alone: plain processes with limits and no isolation, for users who explicitly
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from mens_exp.sandbox.program import Limits, Program
 
-_MOST_FILES: Final = 10_000  # each is a kilobyte of the kernel's memory, whatever it holds
+_MOST_FILES: Final = 10_000  # each takes a kilobyte of kernel memory, whatever its size
 _SAMPLE_S: Final = 0.05  # sampling interval of memory and processor time
 _DRAIN_S: Final = 1.0  # for reading the pipes of a process that has ended
 _DEATH_S: Final = 10.0  # a killed process that takes longer is stuck in the kernel
@@ -41,7 +41,7 @@ class Ended:
     """The end of a process tree, and its output."""
 
     by_limit: Outcome | None = None
-    returncode: int = 0  # of the first process, as `subprocess` has it
+    returncode: int = 0  # of the first process, as in `subprocess`
     wall_s: float = 0.0
     written: dict[str, bytearray] = field(default_factory=dict)  # by stdout, stderr
     cut: list[str] = field(default_factory=list)
@@ -172,8 +172,7 @@ def _close(process: subprocess.Popen[bytes]) -> None:
 
 
 _SHELL_SIGNALS: Final = 128  # bubblewrap reports a signal as 128 more than its number
-# Messages of a runtime that ran out of memory: CPython, and Rust, which adds a note, or the
-# compiler's own stack.
+# Out-of-memory messages: of CPython, and of Rust, which adds a note or the compiler's own stack.
 _REFUSED_MEMORY: Final = ("MemoryError", "memory allocation of ")
 _LAST_LINES: Final = 3
 _BACKTRACE: Final = "stack backtrace:"
@@ -223,7 +222,7 @@ def _outcome(status: int, number: int | None, stderr: str) -> Outcome:
     return Outcome.failed if number is None else Outcome.killed_signal
 
 
-_OPEN_FILES: Final = 256  # a linker opens every library at once
+_OPEN_FILES: Final = 256  # a linker opens all libraries simultaneously
 _KILL_AFTER_S: Final = 1  # from SIGXCPU, which can be ignored, to SIGKILL, which cannot
 
 

@@ -24,7 +24,7 @@ _OWN_IDS_ONLY = frozenset({"qlora", "lora", "full", "proxy"})  # the planner's g
 
 
 def backend_problems(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield the problems of `backend`, by itself and in combination with the other groups."""
+    """Yield the problems of `backend`, alone and in combination with other groups."""
     if isinstance(config.backend, ProxyConfig):
         yield from _proxy(config, config.backend)
     if config.tokenizer.name == "vox":
@@ -80,7 +80,7 @@ def _proxy(config: RunConfig, backend: ProxyConfig) -> Iterator[ConfigError]:
 
 
 def _only_plain_lora(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield the settings that the proxy's own LoRA does not support."""
+    """Yield the settings that the proxy's LoRA does not support."""
     lora = config.lora
     usual: dict[str, tuple[bool, Any]] = {
         "targets": (lora.targets == [PROXY_STACK], [PROXY_STACK]),
@@ -178,11 +178,11 @@ def _shared_heads(model: RandomModel) -> Iterator[ConfigError]:
 
 # The base of each built-in backend; a user's own backend may use either.
 _QUANTIZED = {"qlora": True, "proxy": True, "lora": False, "full": False, "burn": False}
-_BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096)  # bitsandbytes' own; 32 is for other devices
+_BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096)  # of bitsandbytes; 32 is for other devices
 
 
 def quant_problems(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield the problems of `quant`, by itself and with the chosen backend."""
+    """Yield the problems of `quant`, alone and with the chosen backend."""
     quant, name = config.quant, config.backend.name
     trains = config.task.name != "attribute"  # attribute builds no backend, and has a separate rule
     if trains and quant.is_quantized != _QUANTIZED.get(name, quant.is_quantized):
@@ -223,7 +223,7 @@ def quant_problems(config: RunConfig) -> Iterator[ConfigError]:
 
 
 def _type_pattern(quant: QuantConfig) -> Iterator[ConfigError]:
-    """Yield the quantizers of single modules that cannot be mixed."""
+    """Yield per-module quantizers that cannot be mixed."""
     for name, one in quant.type_pattern.items():
         if not one.spec.is_made_again:
             yield ConfigError(
@@ -243,7 +243,7 @@ def _bases(backend: str) -> str:
 
 
 def _unused_by_the_proxy(quant: QuantConfig) -> Iterator[ConfigError]:
-    """Yield what the stack, quantized once and read from its compute copy, has no use for."""
+    """Yield settings unused by the stack, which is quantized once and read from a compute copy."""
     if "proxy" not in quant.spec.backends:
         yield ConfigError(
             "the proxy stack is defined over 4-bit projections",
@@ -292,7 +292,7 @@ def lora_problems(config: RunConfig) -> Iterator[ConfigError]:
 
 
 def _inputs_problems(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield what a start from the rows cannot be had with."""
+    """Yield the settings that prevent an initialization from rows."""
     objective = config.objective.spec
     has_loss = not config.lora.init.spec.from_gradients or (
         objective.is_likelihood and not objective.needs_teacher
@@ -319,7 +319,7 @@ def _inputs_problems(config: RunConfig) -> Iterator[ConfigError]:
 
 
 def _method_problems(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield settings, a start and a backend that the adapter method does not have."""
+    """Yield settings, initializations and backends that the adapter method does not support."""
     lora, spec = config.lora, config.lora.spec
     if not spec.fits(lora):
         yield ConfigError(
@@ -373,7 +373,7 @@ def _target_problems(targets: list[str]) -> Iterator[ConfigError]:
 
 
 def _allocation_problems(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield settings with which training cannot take ranks away."""
+    """Yield settings that prevent rank allocation during training."""
     lora, steps = config.lora, config.trainer.max_steps
     if lora.target_r >= lora.r:
         yield ConfigError(
@@ -398,7 +398,7 @@ def _allocation_problems(config: RunConfig) -> Iterator[ConfigError]:
 def allocated_steps_problems(
     lora: LoraConfig, total_steps: int, bound: str
 ) -> Iterator[ConfigError]:
-    """Yield a problem if a method takes ranks away and the run is too short for it.
+    """Yield a problem if the run is too short for the rank allocation of the method.
 
     Args:
         lora: the `lora` group.

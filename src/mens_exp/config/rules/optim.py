@@ -1,4 +1,4 @@
-"""Rules for the optimizer and the schedule, which go together or do not."""
+"""Rules for the optimizer, the schedule, and their combination."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def optim_problems(config: RunConfig) -> Iterator[ConfigError]:
 
 
 def _muon_problems(config: RunConfig) -> Iterator[ConfigError]:
-    """Refuse Muon for weights that are no adapter's, and for an adapter without matrices."""
+    """Refuse Muon without an adapter, and for an adapter without matrices."""
     if not has_frozen_base(config.backend, config.model.source):
         yield ConfigError(
             "Muon is meant for the matrices of adapters, but this backend trains embedding and "
@@ -79,7 +79,7 @@ def _muon_problems(config: RunConfig) -> Iterator[ConfigError]:
 
 
 def _schedule_free_problems(config: RunConfig, optim: ScheduleFreeConfig) -> Iterator[ConfigError]:
-    """Refuse a decay beside the average, which takes its place."""
+    """Refuse a decaying schedule, which averaging replaces, and a first beta of 0."""
     if getattr(config.schedule, "kind", None) is not ScheduleKind.constant:
         yield ConfigError(
             "a schedule-free optimizer averages its steps instead of making them smaller",
@@ -101,7 +101,7 @@ def schedule_problems(config: RunConfig) -> Iterator[ConfigError]:
     """Yield the problems of `schedule`."""
     schedule, trainer = config.schedule, config.trainer
     if not isinstance(schedule, ScheduleConfig):
-        return  # a class of the user's checks its own values
+        return  # a user's class checks its own values
     if isinstance(schedule, LrRangeConfig):
         yield from _range_problems(config, schedule)
     elif schedule.warmup_steps is not None and schedule.warmup_frac is not None:
@@ -172,7 +172,7 @@ def warmup_problems(config: RunConfig, total_steps: int, bound: str) -> Iterator
                 found=f"{schedule.decay_frac:g}: {decay} steps after {warmup} of warm-up",
                 expected=f"together at most {bound} ({total_steps})",
             )
-    # A fraction scales with the run, except in a run of one step, which is then all warm-up.
+    # A fraction scales with the run, but a run of one step is entirely warm-up.
     if steps is not None and steps >= total_steps:
         yield ConfigError(
             "warm-up lasts as long as the run",

@@ -99,7 +99,7 @@ def task_problems(config: RunConfig) -> Iterator[ConfigError]:
 
 
 def _rounds(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield what leaves rounds of rejection sampling without a place, or without tasks."""
+    """Yield the problems of rejection sampling: no directory for its rounds, or no tasks."""
     if config.rejection_sampling.output is None:
         yield ConfigError(
             "no output directory given",
@@ -118,7 +118,7 @@ def _rounds(config: RunConfig) -> Iterator[ConfigError]:
 
 
 def _logger_problems(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield loggers that a task gives nothing to, and `none` beside others."""
+    """Yield loggers that receive nothing from the task, and `none` combined with others."""
     name, chosen = config.task.name, config.logger
     others = [sink for sink in config.loggers if config.loggers[sink] is not config.wandb]
     if name in LOGS and others:
@@ -138,7 +138,7 @@ def _logger_problems(config: RunConfig) -> Iterator[ConfigError]:
 
 
 def _attribution(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield what leaves nothing to attribute, or nothing to sort by."""
+    """Yield settings that leave nothing to attribute, or nothing to sort by."""
     if not config.quant.spec.is_made_again:
         yield ConfigError(
             "has no quantization error to attribute",
@@ -165,7 +165,7 @@ def _attribution(config: RunConfig) -> Iterator[ConfigError]:
 
 
 def _mixture(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield the quantizers that no mixture can have, or that are measured anyway."""
+    """Yield quantizers that cannot be in a mixture, or that are measured anyway."""
     where, named = "attribute.quant_types", config.attribute.quant_types
     for one in named:
         if not one.spec.is_made_again:
@@ -262,7 +262,7 @@ def _files(config: RunConfig, file: str) -> Iterator[ConfigError]:
 
 
 def compare_problems(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield the sequential rules, or comparisons on other items, that the test does not support."""
+    """Yield sequential rules and comparisons on other items that the test does not support."""
     told: list[tuple[str, Any]] = [("compare", config.compare), ("promote", config.promote)]
     told += [] if config.study is None else [("study", config.study.compared([]))]
     for group, one in told:
@@ -384,7 +384,7 @@ _OWN = frozenset({"seed", "study", "task", "path", "hydra", "sweep", "resume"})
 
 
 def study_problems(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield what keeps a study from having arms over seeds."""
+    """Yield the problems that prevent a study from having arms over seeds."""
     study = config.study
     if study is None:
         return
@@ -416,7 +416,7 @@ def study_problems(config: RunConfig) -> Iterator[ConfigError]:
 
 
 def _overrides_of_study(study: StudyConfig) -> Iterator[ConfigError]:
-    """Yield overrides that the study decides itself, and what is no override."""
+    """Yield overrides of settings fixed by the study, and invalid overrides."""
     places = {"study.shared": study.shared}
     places |= {f"study.arms.{name}": texts for name, texts in study.arms.items()}
     places["study.grid"] = [f"{key}=" for key in study.grid]

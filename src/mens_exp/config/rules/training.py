@@ -63,13 +63,13 @@ _CLIPPING = ("norm", "value")
 _UNUSED = re.compile(r"ddp_find_unused_parameters_(true|false)")
 _PROFILERS = ("simple", "advanced", "pytorch")
 _DURATION = re.compile(r"\d+:\d\d:\d\d:\d\d")
-# Lightning's names of the formats that quant.compute_dtype stands for.
+# Lightning's names of the formats of quant.compute_dtype.
 _PRECISIONS = {"32": "f32", "32-true": "f32", "bf16": "bf16", "bf16-mixed": "bf16"}
 _NAMES = {"f32": "32-true", "bf16": "bf16-mixed"}
 
 
 def _arguments(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield the problems of arguments that Lightning would refuse later, or in other words."""
+    """Yield the problems of arguments that Lightning would refuse later or less clearly."""
     trainer = config.trainer
     for name, value, known in (
         ("strategy", trainer.strategy, (*Strategy.__members__, "auto")),
@@ -154,7 +154,7 @@ def _limits(config: RunConfig) -> Iterator[ConfigError]:
 
 
 def _precision(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield a precision that the graph would not compute in."""
+    """Yield a precision that the graph would not use."""
     told, computes = config.trainer.precision, config.quant.compute_dtype.value
     if told is None or _PRECISIONS.get(told) == computes:
         return
@@ -225,7 +225,7 @@ def _shared(config: RunConfig) -> Iterator[ConfigError]:
 
 
 def _single_device(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield the reasons why Lightning's strategy for one device is not the one that is used."""
+    """Yield the reasons why Lightning's single-device strategy would not be used."""
     trainer, where = config.trainer, "trainer.strategy"
     if trainer.world_size > 1:
         yield Refusal(
@@ -253,7 +253,7 @@ _BACKENDS = ("qlora", "lora")  # backends with a frozen transformers model as ba
 
 
 def can_be_sharded(config: RunConfig) -> bool:
-    """Return whether a run supports trainer=fsdp as it is, however its codes are stored."""
+    """Return whether a run supports trainer=fsdp, regardless of how codes are stored."""
     return next(_of_the_run(config), None) is None
 
 

@@ -1,8 +1,8 @@
-"""Steps that arrange rows: split by group, mix sources by weight, and curriculum, by difficulty.
+"""Steps that arrange rows: split by group, mix sources by weight, and curriculum by difficulty.
 
 split verifies that no group is on two sides. mix gives each source its exact share and reads rows
-from disk by number. curriculum sorts lines on disk, with in-memory runs that are merged. The
-difficulty of a row that does not state one is estimated from its answer.
+from disk by number. curriculum is an external merge sort. If a row states no difficulty, it is
+estimated from its answer.
 """
 
 from __future__ import annotations
@@ -57,10 +57,9 @@ def split(step: StepInput) -> StepResult:
 
     The first pass hashes every group, at eight bytes per row; the second writes. The output is then
     read again to verify that no group, and no row content, is on two sides.
-    then read again: no group, and no row of the same content, may be on two sides.
 
     Raises:
-        DataError: there are too few groups for the sides asked for, or a row is on two sides.
+        DataError: there are too few groups for the requested sides, or a row is on two sides.
     """
     config = step.config.split
     key = project_of if config.by is SplitBy.project else group_of
@@ -101,13 +100,13 @@ def _refuse_empty(rows: dict[Side, int], groups: int, config: SplitStepConfig) -
 
 
 def _leakage(directory: Path, key: Callable[[TrainingPair], str]) -> dict[str, int]:
-    """Read what was written and refuse a group or a content on two sides.
+    """Read the written files, and refuse a key (group or content) that is on two sides.
 
     Returns:
-        How many groups each side has.
+        The number of groups on each side.
 
     Raises:
-        DataError: a group or a content is on two sides; one row of it is named.
+        DataError: a group or a content is on two sides; the first one is named by its hash.
     """
     groups: dict[Side, HashPrefixes] = {}
     contents: dict[Side, HashPrefixes] = {}
@@ -140,20 +139,20 @@ class RowStore(Sequence[TrainingPair]):
     """Rows of one source, appended once and then read in any order."""
 
     def __init__(self, path: Path) -> None:
-        """Keep the rows in a file that is not there yet."""
+        """Store the rows in a new file."""
         self._name = str(path)
         self._file: BinaryIO = path.open("x+b")
         self._starts = array("Q")
         self._end = 0
 
     def append(self, pair: TrainingPair) -> None:
-        """Add a row; all are added before one is asked for."""
+        """Add a row; all rows must be added before one is read."""
         line = json_line(to_json(pair), self._name)
         self._starts.append(self._end)
         self._end += self._file.write(line)
 
     def __len__(self) -> int:
-        """Return how many rows there are."""
+        """Return the number of rows."""
         return len(self._starts)
 
     @overload
@@ -175,7 +174,7 @@ class RowStore(Sequence[TrainingPair]):
 
 
 _NODE: Final = "corpus.mix"
-_TOLD: Final = 5  # sources told by name
+_TOLD: Final = 5  # sources named in a message
 _OF_ROW: Final[dict[MixBy, Callable[[TrainingPair], str]]] = {
     MixBy.category: lambda pair: pair.category or "",
     MixBy.language: lambda pair: pair.language or "",
@@ -187,7 +186,7 @@ def mix(step: StepInput) -> StepResult:
     """Draw rows from each source by its weight; after a split, only rows of train.
 
     Raises:
-        DataError: a source has no weight, or a weight no rows; or a source would be repeated too
+        DataError: a source has no weight, a weight has no rows, or a source would be repeated too
             often.
         Problems: several of these.
     """
@@ -202,7 +201,7 @@ def mix(step: StepInput) -> StepResult:
     counts: Counter[str] = Counter()
     rows_in = 0
     with ExitStack() as stack, RowWriter(step.directory) as writer:
-        # By name: neither the order of files nor of weights moves a draw.
+        # By name, so that the draw does not depend on the order of files or weights.
         corpora = {
             name: RowStore(step.scratch / f"source-{number:06d}.jsonl")
             for number, name in enumerate(sorted(config.weights))
@@ -235,7 +234,7 @@ def _told_apart(step: StepInput) -> Iterator[tuple[str, Side | None, TrainingPai
 
 
 def _stem(path: Path) -> str:
-    """Return the name of a file less its endings, `.jsonl.gz` say."""
+    """Return the name of a file without suffixes such as `.jsonl.gz`."""
     suffix = inner_suffix(path)
     return path.name[: path.name.lower().rfind(suffix)] if suffix else path.name
 
@@ -244,8 +243,8 @@ def _check(corpora: Mapping[str, RowStore], unweighted: Counter[str]) -> None:
     """Refuse sources without a weight, and weights without a source.
 
     Raises:
-        DataError: there are some.
-        Problems: there are some of both.
+        DataError: there is one kind of problem.
+        Problems: there are both.
     """
     problems: list[MensError] = []
     known = {*unweighted, *(name for name, store in corpora.items() if store)}
@@ -276,19 +275,19 @@ def _check(corpora: Mapping[str, RowStore], unweighted: Counter[str]) -> None:
     Problems.raise_if(problems)
 
 
-RUN_BYTES: Final = 64 * 2**20  # of lines held at once; with Python's own share some 100 MB
-_MOST_RUNS: Final = 200  # merged at once: each is an open file
+RUN_BYTES: Final = 64 * 2**20  # of lines in memory; some 100 MB with Python's overhead
+_MOST_RUNS: Final = 200  # merged at once; each is an open file
 
 
 def sorted_lines(
     lines: Iterable[bytes], scratch: Path, run_bytes: int = RUN_BYTES
 ) -> Iterator[bytes]:
-    """Yield lines in the order of their bytes.
+    """Yield lines sorted by their bytes.
 
     Args:
-        lines: each ends with its only newline; what they are sorted by stands at their begin.
-        scratch: an existing directory for the runs.
-        run_bytes: how much is sorted in memory.
+        lines: lines that start with their sort key and end with their only newline.
+        scratch: an existing directory for the sorted runs.
+        run_bytes: bytes per run sorted in memory.
     """
     runs: list[Path] = []
     held: list[bytes] = []
@@ -329,9 +328,9 @@ def _merged(runs: list[Path]) -> Iterator[bytes]:
 
 LOWEST: Final = 1
 HIGHEST: Final = 10
-# Unverified guesses: an answer of up to 32 characters is of difficulty 1, and each doubling adds
-# one, so that 16 KiB are 10; a tree of three levels (module, statement, name) is 1, and every two
-# levels more add one.
+# Unverified guesses: an answer of up to 32 characters has difficulty 1, and each doubling adds 1,
+# so that 16 KiB give 10; a tree of three levels (module, statement, name) has difficulty 1, and
+# every two levels add 1.
 _SHORTEST: Final = 32
 _SHALLOWEST: Final = 3
 _LEVELS: Final = 2
@@ -341,8 +340,8 @@ def estimated(pair: TrainingPair) -> int:
     """Estimate a row's difficulty from its answer.
 
     Returns:
-        1 to 10: of the length of the response alone, or, where it is Python that parses, the mean
-        of that and of the depth of its syntax tree, rounded up.
+        1 to 10, from the length of the response; for Python that parses, the mean of the values
+        from its length and from the depth of its syntax tree, rounded up.
     """
     by_length = _within(1 + math.log2(max(len(pair.response), 1) / _SHORTEST))
     if (pair.language or "").casefold() != "python":
@@ -359,7 +358,7 @@ def _within(value: float) -> float:
 
 
 def _depth(tree: ast.AST) -> int:
-    """Return the levels of a tree, contexts such as `Load` not counted."""
+    """Return the depth of a tree, without contexts such as `Load`."""
     deepest = 0
     waiting = [(tree, 1)]
     while waiting:
@@ -373,14 +372,14 @@ def _depth(tree: ast.AST) -> int:
     return deepest
 
 
-_DIGITS: Final = 12  # of a length and of a row's number: rows that are alike keep their order
+_DIGITS: Final = 12  # of a length and of a row number, which keeps the sort stable
 _MOST: Final = 10**_DIGITS - 1
 
 
 def curriculum(step: StepInput) -> StepResult:
-    """Sort rows by difficulty, then by the length of the response, then as they came.
+    """Sort rows by difficulty, then by response length; the sort is stable.
 
-    After a split only train is sorted; the other sides pass as they are.
+    After a split only train is sorted; the other sides are unchanged.
     """
     counts = _Counts(hardest_first=step.config.curriculum.order is DifficultyOrder.hardest_first)
     with RowWriter(step.directory) as writer:
@@ -409,7 +408,7 @@ def curriculum(step: StepInput) -> StepResult:
 
 
 class _Counts:
-    """Makes the keys that rows are sorted by, and counts what they say."""
+    """Computes the sort keys of rows, and counts their difficulties."""
 
     width: Final = len(str(HIGHEST)) + 2 * _DIGITS
 

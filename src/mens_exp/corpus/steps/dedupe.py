@@ -1,9 +1,9 @@
 """Steps that drop rows: dedupe, exact and near-duplicates, and decontaminate, benchmark overlap.
 
 Rows whose signatures share a band are candidates. Their Jaccard similarity is then computed from
-their shingles, so that no row is dropped because of an estimate. Similar rows form a cluster,
-directly or through other rows, and its first row is kept. Rows with equal keys are found on disk,
-so memory use does not grow with the rows. Every dropped row is listed with its match.
+their shingles, so that no row is dropped because of an estimate. Rows that are similar, directly or
+through other rows, form a cluster, of which the first row is kept. Rows with equal keys are found
+on disk, to limit memory use. Every dropped row is listed with its match.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from mens_exp.config.corpus import DecontaminateConfig, DedupeConfig
     from mens_exp.rows.schema import TrainingPair
 
-MOST_AT_ONCE: Final = 2_000_000  # keys sorted at a time; 16 bytes and their order make 50 MB
+MOST_AT_ONCE: Final = 2_000_000  # keys per in-memory sort: 50 MB with 16 bytes each and their order
 _READ: Final = 2**18
 
 
 class EqualKeys(NamedTuple):
-    """Rows that share their key with others, groups one after the other, each in order.
+    """Concatenated groups of rows with equal keys, each group in row order.
 
     Attributes:
         rows: ``[n] int64``, row numbers.
-        starts: ``[n] int64``, where in ``rows`` the group of each begins.
+        starts: ``[n] int64``, index in ``rows`` at which each row's group begins.
     """
 
     rows: np.ndarray
@@ -50,14 +50,14 @@ def equal_keys(
     """Yield the rows that share a key.
 
     Args:
-        path: the keys in the order of the rows, each so many little-endian 64-bit words, the
-            first of them evenly spread.
-        words: of a key.
-        scratch: a directory for parts that are sorted on their own.
-        most: keys to sort at a time.
+        path: the keys in row order, each of `words` little-endian 64-bit words, the first of
+            which is uniform.
+        words: words per key.
+        scratch: a directory for parts that are sorted separately.
+        most: maximum keys per in-memory sort.
 
     Yields:
-        Groups of at least two, a part of them at a time, in the order of the keys.
+        Groups of at least two rows, one part at a time, in key order.
     """
     count = path.stat().st_size // (8 * words)
     parts = max(1, -(-count // most))
@@ -74,7 +74,7 @@ def equal_keys(
 
 
 def _part(path: Path, words: int, names: list[Path]) -> None:
-    """Write each key and its row into the part of its range."""
+    """Write each key with its row number to the part for its range."""
     files = [name.open("wb") for name in names]
     try:
         with path.open("rb") as file:
@@ -86,7 +86,7 @@ def _part(path: Path, words: int, names: list[Path]) -> None:
                 keys = read.reshape(-1, words)
                 rows = np.arange(first, first + len(keys), dtype=np.uint64)
                 records = np.column_stack([keys, rows])
-                # A range of the upper half's values each, as even as the keys are.
+                # Equal ranges of the upper 32 bits, as uniform as the keys.
                 part = ((keys[:, 0] >> np.uint64(32)) * np.uint64(len(files))) >> np.uint64(32)
                 for number, target in enumerate(files):
                     records[part == number].tofile(target)
@@ -97,7 +97,7 @@ def _part(path: Path, words: int, names: list[Path]) -> None:
 
 
 def _equal(keys: np.ndarray, rows: np.ndarray) -> EqualKeys:
-    order = np.lexsort(keys.T)  # stable: equal keys stay in the order of their rows
+    order = np.lexsort(keys.T)  # stable: equal keys stay in row order
     keys, rows = keys[order], rows[order]
     begins = np.ones(len(rows), bool)
     begins[1:] = (keys[1:] != keys[:-1]).any(axis=1)
@@ -109,25 +109,25 @@ def _equal(keys: np.ndarray, rows: np.ndarray) -> EqualKeys:
     return EqualKeys(rows=rows[wanted], starts=starts)
 
 
-MOST_ANCHORS: Final = 64  # rows of one bucket that all others of it are compared with
-# An estimate further below the threshold is that of an alike pair once in 30,000 times.
+MOST_ANCHORS: Final = 64  # rows of a bucket that all its other rows are compared with
+# A similar pair's estimate is further below the threshold once in 30,000 times.
 _DEVIATIONS: Final = 4
 _PAIRS_AT_ONCE: Final = 2**13  # their signatures are 8 MB
-_MOST_REMEMBERED: Final = 2**18  # pairs found unlike, some 20 MB; they meet in several bands
+_MOST_REMEMBERED: Final = 2**18  # dissimilar pairs, some 20 MB; they can meet in several bands
 
 
 @dataclass(kw_only=True, slots=True)
 class Duplicates:
-    """The rows that stay.
+    """The result of deduplication.
 
     Attributes:
-        kept: ``[rows] int64``, the row that stays for each; its own number where it does.
-        exact: ``[rows] bool``, whether a row that goes is an exact duplicate.
-        like: what made rows near-duplicates; None where only exact ones were looked for.
-        candidates: pairs that met, and were in no common cluster yet.
+        kept: ``[rows] int64``, the kept row for each row; a kept row has its own number.
+        exact: ``[rows] bool``, whether a dropped row is an exact duplicate.
+        like: the criterion for near-duplicates; None if only exact ones were searched.
+        candidates: pairs that share a bucket and were not yet in the same cluster.
         compared: pairs whose Jaccard similarity was computed.
-        crowded: rows that came after `MOST_ANCHORS` others in a bucket, and were compared with
-            these alone; counted once for each band.
+        crowded: rows after the first `MOST_ANCHORS` of a bucket, which were compared only with
+            those; counted once per band.
     """
 
     kept: np.ndarray
@@ -139,7 +139,7 @@ class Duplicates:
     _prints: Fingerprints
 
     def similarity(self, row: int) -> float | None:
-        """Return a row's Jaccard similarity to the one that stays; None if nobody compared any."""
+        """Return a row's Jaccard similarity to its kept row; None after an exact search only."""
         if self.like is None:
             return None
         return jaccard(self._prints.shingles(row), self._prints.shingles(int(self.kept[row])))
@@ -151,7 +151,7 @@ class Duplicates:
         return jaccard(*sets) >= self.like.threshold
 
     def facts(self) -> dict[str, Any]:
-        """Return counts and settings, as plain JSON."""
+        """Return counts and settings as plain JSON."""
         gone = self.kept != np.arange(len(self.kept))
         sizes = np.bincount(self.kept[gone]) if gone.any() else np.zeros(0, np.int64)
         return {
@@ -181,16 +181,16 @@ def duplicates(pairs: Iterable[TrainingPair], config: DedupeConfig, scratch: Pat
     """Find the duplicates among rows.
 
     Args:
-        pairs: the rows; they are gone through once.
-        config: what a duplicate is.
-        scratch: an empty directory for files of about the size of the rows; it has to stay for
-            `Duplicates.similarity`.
+        pairs: the rows, which are read once.
+        config: the criteria for duplicates.
+        scratch: an empty directory for files of about the size of the rows, which
+            `Duplicates.similarity` also needs.
 
     Returns:
-        What stays. In memory are some 50 bytes a row, and a fixed amount.
+        The kept rows. Memory use is some 50 bytes per row plus a constant.
 
     Raises:
-        MissingExtra: datasketch is needed, and is not installed.
+        MissingExtra: datasketch is required and not installed.
     """
     like = _likeness(config)
     prints = Fingerprints(scratch, like)
@@ -217,7 +217,7 @@ def _likeness(config: DedupeConfig) -> Likeness | None:
 
 
 def _join(found: Duplicates, prints: Fingerprints, scratch: Path) -> None:
-    """Join the clusters of alike rows, the exact duplicates left out, into ``found.kept``."""
+    """Merge clusters of similar rows into ``found.kept``, without exact duplicates."""
     parents = np.arange(prints.rows)
     unlike: set[tuple[int, int]] = set()
     for path in prints.bands:
@@ -240,7 +240,7 @@ def _join(found: Duplicates, prints: Fingerprints, scratch: Path) -> None:
 def _candidates(
     found: Duplicates, group: EqualKeys, signatures: np.ndarray, parents: np.ndarray
 ) -> Iterator[tuple[int, int]]:
-    """Yield the pairs that met, are in no common cluster, and may be alike by their signatures."""
+    """Yield candidate pairs that are in different clusters and have similar signatures."""
     assert found.like is not None, "somebody asked for near-duplicates"
     threshold = found.like.threshold
     deviation = (threshold * (1 - threshold) / found.like.permutations) ** 0.5
@@ -267,7 +267,7 @@ def _without(group: EqualKeys, left_out: np.ndarray) -> EqualKeys:
 
 
 def _pairs(group: EqualKeys) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield pairs of rows that met, some at a time: each row with the first ones of its group."""
+    """Yield batches of candidate pairs: each row with the first rows of its group."""
     place = np.arange(len(group.rows)) - group.starts
     for anchor in range(min(MOST_ANCHORS, int(place.max(initial=0)))):
         behind = np.flatnonzero(place > anchor)
@@ -298,17 +298,17 @@ DUPLICATES = "duplicates.jsonl"
 def dedupe(step: StepInput) -> StepResult:
     """Keep the first row of each cluster of duplicates.
 
-    A line of ``duplicates.jsonl`` has the id and the place of a row that is gone, the id of the
-    one that stays, their Jaccard similarity, and whether they are exact duplicates. After a split
-    the sides are one corpus, train first: what validates or is held out is then no duplicate of
-    what is trained on.
+    A line of ``duplicates.jsonl`` has the id and location of a dropped row, the id of the kept one,
+    their Jaccard similarity, and whether they are exact duplicates. After a split, the sides are
+    one corpus with train first, so that validation and held-out rows do not duplicate training
+    rows.
 
     Args:
-        step: what to read and where to write.
+        step: the input and output of the step.
 
     Raises:
-        DataError: a file cannot be read, or a row in it is wrong.
-        MissingExtra: datasketch is needed, and is not installed.
+        DataError: a file cannot be read, or a row in it is invalid.
+        MissingExtra: datasketch is required and not installed.
     """
     config = step.config.dedupe
     found = duplicates(read_rows(step.files), config, step.scratch)
@@ -348,12 +348,12 @@ _HELDOUT: Final = "heldout"
 
 
 def decontaminate(step: StepInput) -> StepResult:
-    """Drop the rows that share n-grams with an item of a benchmark; held-out rows pass.
+    """Drop the rows that share n-grams with a benchmark item; held-out rows are kept.
 
-    `contaminated.jsonl` lists each dropped row with the item that it shares most with.
+    `contaminated.jsonl` lists each dropped row with the item of the largest overlap.
 
     Raises:
-        DataError: a file cannot be read, a row in it is wrong, or a benchmark has no items.
+        DataError: a file cannot be read, a row in it is invalid, or a benchmark has no items.
         MissingExtra: a benchmark's package is not installed.
     """
     config = step.config.decontaminate
@@ -393,7 +393,7 @@ def decontaminate(step: StepInput) -> StepResult:
 def _items(
     step: StepInput, config: DecontaminateConfig, items: Counter[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the items of every benchmark, each under its benchmark's name; count them."""
+    """Yield the items of all benchmarks, with the benchmark's name in the id, and count them."""
     for name in config.against:
         texts = (
             _held_out(step)

@@ -34,7 +34,7 @@ _GIT: Final = ("git", "-c", "core.fsmonitor=false")
 
 
 class Blob(NamedTuple):
-    """One file: its path under the directory asked for, and its content's name in git."""
+    """One file: its path under the requested directory, and the object name of its content."""
 
     path: str
     oid: str
@@ -42,11 +42,11 @@ class Blob(NamedTuple):
 
 
 def resolved_commit(directory: Path, commit: str) -> str:
-    """Return the full name of the commit that a name means in a checkout.
+    """Resolve a revision in a checkout to a full commit hash.
 
     Raises:
-        DataError: the directory is in no checkout, or has no such commit.
-        SetupError: there is no git.
+        DataError: the directory is not in a checkout, or there is no such commit.
+        SetupError: git is not installed.
     """
     inside = _git(directory, "rev-parse", "--is-inside-work-tree")
     if inside is None:
@@ -70,7 +70,7 @@ def resolved_commit(directory: Path, commit: str) -> str:
 
 
 def blobs(directory: Path, commit: str) -> list[Blob]:
-    """List the regular files that a commit has under a directory, by path.
+    """List the regular files of a commit under a directory, by path.
 
     Raises:
         DataError: git cannot list them.
@@ -93,10 +93,10 @@ def blobs(directory: Path, commit: str) -> list[Blob]:
 
 
 def contents(directory: Path, wanted: Iterable[Blob]) -> Iterator[tuple[Blob, bytes]]:
-    """Yield files with their content, one after the other through one process of git.
+    """Yield files with their content, read through one git process.
 
     Raises:
-        DataError: git does not give a content.
+        DataError: git does not return a content.
     """
     process = subprocess.Popen(  # noqa: S603  # fixed arguments
         [*_GIT, "-C", str(directory), "cat-file", "--batch"],
@@ -130,7 +130,7 @@ def contents(directory: Path, wanted: Iterable[Blob]) -> Iterator[tuple[Blob, by
 
 
 def _git(directory: Path, *arguments: str) -> bytes | None:
-    """Return what git says; None where it refuses."""
+    """Return git's output; None if it fails."""
     where = directory if directory.is_dir() else Path.cwd()
     try:
         done = subprocess.run(  # noqa: S603  # fixed arguments
@@ -152,14 +152,14 @@ def _git(directory: Path, *arguments: str) -> bytes | None:
 
 
 def _git_environment() -> dict[str, str]:
-    """Return our own, less what would point git at another repository, and let it write nothing."""
+    """Return our environment without variables that redirect git, and with writes disabled."""
     kept = {name: text for name, text in os.environ.items() if not name.startswith("GIT_")}
     return kept | {"GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1"}
 
 
 SUFFIXES: Final = {"python": (".py",), "rust": (".rs",), "markdown": (".md", ".markdown")}
-MAX_FILE_BYTES: Final = 2**20  # unverified guess: a larger source file is generated, or data
-# Made by tools, or other people's code.
+MAX_FILE_BYTES: Final = 2**20  # unverified guess: larger source files are generated or data
+# Generated or third-party code.
 _SKIPPED: Final = frozenset(
     {"__pycache__", "build", "dist", "node_modules", "site-packages", "target", "vendor", "venv"}
 )
@@ -180,9 +180,9 @@ class Project:
 
     Attributes:
         name: the first part of its rows' groups.
-        root: the directory, or the one file.
-        languages: what is read of it.
-        commit: the full name of the commit it is read at; None reads the files as they are.
+        root: the directory or file.
+        languages: the languages to read.
+        commit: the full hash of the commit to read; None reads the current files.
     """
 
     name: str
@@ -191,9 +191,9 @@ class Project:
     commit: str | None = None
 
     def sha256(self) -> str:
-        """Hash what `files` would read: every path with its content."""
+        """Hash the paths and contents that `files` would read."""
         if self.commit is not None:
-            # The names of git's contents are hashes of them.
+            # Git's object names are content hashes.
             listed = blobs(self.root, self.commit)
             return digest([[blob.path, blob.oid] for blob in listed if self._language(blob.path)])
         return digest([[name, sha256_file(path)] for name, path in self._walked()])
@@ -202,7 +202,7 @@ class Project:
         """Yield the source files, by path.
 
         Args:
-            dropped: counts, by reason, files that were not read; added to.
+            dropped: counter of skipped files by reason; updated in place.
         """
         for name, size, data in self._contents():
             if size > MAX_FILE_BYTES:
@@ -241,11 +241,11 @@ class Project:
         return sorted(found)
 
     def _language(self, path: str) -> str | None:
-        """Return the language of a file by its ending; None where it is none to read."""
+        """Return the language of a file by its suffix; None if it is not to be read."""
         *directories, name = path.split("/")
         if any(_is_skipped(directory) for directory in directories):
             return None
-        suffix = os.path.splitext(name)[1].lower()  # noqa: PTH122  # a text, no file
+        suffix = os.path.splitext(name)[1].lower()  # noqa: PTH122  # a name only
         return next((one for one in self.languages if suffix in SUFFIXES[one]), None)
 
 
@@ -254,15 +254,15 @@ def _is_skipped(directory: str) -> bool:
 
 
 def projects_of(paths: Sequence[Path], config: ExtractConfig) -> list[Project]:
-    """Return the projects that paths name.
+    """Return the projects at the given paths.
 
     Args:
         paths: directories, files or checkouts.
-        config: the settings of the step; a commit is settled.
+        config: the settings of the step; a commit is resolved.
 
     Raises:
-        DataError: a path is not there, is no checkout, or has no such commit; or two projects have
-            one name.
+        DataError: a path does not exist, is not a checkout, or has no such commit; or two projects
+            have the same name.
         Problems: several of them.
     """
     problems: list[MensError] = []
@@ -310,16 +310,16 @@ def _project(path: Path, config: ExtractConfig) -> Project:
     return Project(name=name, root=path, languages=tuple(config.languages), commit=commit)
 
 
-_ROOTS: Final = frozenset({"src", "lib", "main"})  # directories and files that name no module
+_ROOTS: Final = frozenset({"src", "lib", "main"})  # names that are not part of a module path
 
 
 def extract(step: StepInput) -> StepResult:
-    """Read the projects that the input names, a file at a time.
+    """Read the input projects, one file at a time.
 
-    A row's group is its project and file; its category the project.
+    A row's group is its project and file; its category is the project.
 
     Raises:
-        MensError: an input is not there, is no checkout, or a reader is not installed.
+        MensError: an input does not exist or is not a checkout, or a reader is not installed.
     """
     dropped: Counter[str] = Counter()
     read: Counter[str] = Counter()
@@ -374,7 +374,7 @@ def _pairs_of_file(project: Project, file: SourceFile, dropped: Counter[str]) ->
 
 
 def _text(file: SourceFile) -> str | None:
-    """Decode a file: Python by the encoding that it declares, the others as UTF-8."""
+    """Decode a file: Python with its declared encoding, others as UTF-8."""
     if file.language == "python":
         return decode(file.data)
     try:
@@ -393,7 +393,7 @@ def _module(path: str, ending: str, of_directory: str) -> str:
 
 
 def _can_be_written(pair: TrainingPair, dropped: Counter[str]) -> bool:
-    """Return whether a file of UTF-8 lines can hold a row, and a reader take it."""
+    """Return whether a row can be written as UTF-8 and read back."""
     texts = (pair.prompt, pair.response)
     if all(text.strip() and "\0" not in text for text in texts):
         return True
@@ -406,11 +406,11 @@ _PROJECT: Final = "generated"
 
 
 def generate(step: StepInput) -> StepResult:
-    """Pass on the rows of the step before, and add those of the generator.
+    """Pass on the rows of the previous step, and add generated ones.
 
-    They come from the families that are trained on: nothing of a family that `data=synthetic`
-    validates on, or of the benchmark's, is ever among them. A row's group is ``generated`` and its
-    family, its category the family's theme.
+    They come only from training families, never from families for validation in `data=synthetic` or
+    for the benchmark. A row's group is ``generated`` and its family; its category is the family's
+    theme.
 
     Raises:
         DataError: the families do not have that many different tasks.

@@ -82,11 +82,11 @@ class StepKind:
 
     Attributes:
         run: the step.
-        version: of its code; raise it with every change to what it writes, and what an older
-            version wrote is done again.
-        reads: settings of the whole command that it reads besides its own node.
-        makes_rows: whether it leaves rows for the next step, or only looks at them.
-        leans_on: versions of what its files depend on besides.
+        version: version of its code; increase it with every change to its output, so that the step
+            is repeated.
+        reads: settings of the whole command that it reads in addition to its own node.
+        makes_rows: whether it writes rows for the next step, or only reads them.
+        leans_on: versions of other dependencies of its files.
     """
 
     run: Step
@@ -121,14 +121,14 @@ STEPS: Final[dict[str, StepKind]] = {
 
 STEP_RECORD: Final = "step.json"
 CORPUS_RECORD: Final = "corpus.json"
-CORPUS_PAGE: Final = "corpus_report.html"  # what people read of the step report
+CORPUS_PAGE: Final = "corpus_report.html"  # the page of the report step
 LOCK: Final = ".lock"
 _SCRATCH: Final = ".scratch"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Done:
-    """One step that is done: its record, where, and why it was done; None where it was already."""
+    """A finished step: record, directory, and why it was run; None if it was already done."""
 
     record: StepRecord
     directory: Path
@@ -137,7 +137,7 @@ class Done:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Plan:
-    """One step as it is to be done: what its files depend on, and the files of its input."""
+    """A planned step: the dependencies of its files, and its input files."""
 
     name: str
     kind: StepKind
@@ -148,7 +148,7 @@ class _Plan:
 
     @property
     def key(self) -> str:
-        """The digest of all that the step's files depend on."""
+        """The digest of all dependencies of the step's files."""
         return digest(
             {
                 "step": self.name,
@@ -165,19 +165,19 @@ def run_steps(
     inputs: Mapping[str, str],
     told: Callable[[Done], None],
 ) -> CorpusRecord:
-    """Do the steps of a corpus that are not done yet, in order.
+    """Run the unfinished steps of a corpus, in order.
 
     Args:
-        config: the whole command; `corpus.output` is a directory that may be written.
-        files: what the first step reads.
-        inputs: name of each of these -> SHA-256 of its content.
-        told: called with each step when it is done.
+        config: the whole command; `corpus.output` must be writable.
+        files: the input of the first step.
+        inputs: file name -> SHA-256 of its content.
+        told: called with each finished step.
 
     Returns:
         The record of the corpus, as written.
 
     Raises:
-        MensError: a step cannot be done; what was done before it stays, and is not done again.
+        MensError: a step failed; earlier steps are kept and not repeated.
     """
     assert config.corpus.output is not None, "the rules ask for it"
     output = Path(config.corpus.output)
@@ -195,7 +195,7 @@ def run_steps(
             if record is None or is_new:
                 why = why or "a step before it was done again"
                 is_new = True
-                (output / CORPUS_RECORD).unlink(missing_ok=True)  # true again when all is done
+                (output / CORPUS_RECORD).unlink(missing_ok=True)  # rewritten when all is done
                 record = _do(plan, directory, config)
             told(Done(record=record, directory=directory, why=why))
             steps.append(_summary(record, directory.name))
@@ -220,7 +220,7 @@ def _plan(
     kind = STEPS[name]
     settings = {name: _plain(getattr(config.corpus, name, None))}
     settings |= {key: _plain(_selected(config, key)) for key in kind.reads}
-    python = ".".join(platform.python_version_tuple()[:2])  # whose grammar parses Python
+    python = ".".join(platform.python_version_tuple()[:2])  # its grammar parses Python
     made_by = {"step": str(kind.version), "python": python, **kind.leans_on()}
     return _Plan(
         name=name, kind=kind, files=files, inputs=inputs, settings=settings, made_by=made_by
@@ -235,7 +235,7 @@ def _selected(config: RunConfig, key: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return settings as JSON has them."""
+    """Convert settings to JSON values."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {
             field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)
@@ -248,7 +248,7 @@ def _plain(value: Any) -> Any:
 
 
 def _kept(directory: Path, key: str) -> tuple[StepRecord | None, str | None]:
-    """Return the record of a step that is done, or why it has to be done."""
+    """Return the record of a finished step, or the reason to run it."""
     if not directory.exists():
         return None, "new"
     try:
@@ -267,7 +267,7 @@ def _kept(directory: Path, key: str) -> tuple[StepRecord | None, str | None]:
 
 
 def _do(plan: _Plan, directory: Path, config: RunConfig) -> StepRecord:
-    """Do a step, and put its directory in place when it is whole."""
+    """Run a step, and move its directory into place when it is complete."""
     can_tell = reset_peak_rss()
     began = time.monotonic()
     with atomic.directory(directory) as whole:
@@ -312,7 +312,7 @@ def _lines(path: Path) -> int:
 
 
 def _refuse(plan: _Plan, result: StepResult, outputs: Mapping[str, OutputFile]) -> None:
-    """Refuse a step that leaves nothing, or forgets the sides of a split.
+    """Refuse a step that leaves no rows, or drops the sides of a split.
 
     Raises:
         DataError: no row is left.
@@ -352,11 +352,11 @@ def _files(last: tuple[str, StepRecord] | None) -> dict[str, OutputFile]:
 
 
 _STEP: Final = re.compile(r"\d\d-[a-z]+")
-_SHOWN: Final = 3  # names of what is in the way
+_SHOWN: Final = 3  # names shown of files in the way
 
 
 def input_files(config: CorpusConfig) -> list[Path]:
-    """Return what the first step reads; nothing where `corpus.input` is null.
+    """Return the files that the first step reads; empty if `corpus.input` is null.
 
     Raises:
         DataError: a glob matches nothing, or a file is named twice.
@@ -366,7 +366,7 @@ def input_files(config: CorpusConfig) -> list[Path]:
 
 
 def place_problems(config: CorpusConfig) -> list[MensError]:
-    """List what keeps a corpus from being read and written; nothing is touched."""
+    """List problems of the input and output locations, without changing anything."""
     try:
         files = input_files(config)
     except (DataError, Problems) as error:
@@ -383,7 +383,7 @@ def hashes(files: Sequence[Path], config: CorpusConfig) -> dict[str, str]:
     """Return the name of each input with the SHA-256 of its content, in order.
 
     Raises:
-        MensError: one cannot be read.
+        MensError: an input cannot be read.
     """
     if config.steps[0] == "extract":
         return {project.name: project.sha256() for project in projects_of(files, config.extract)}
@@ -409,7 +409,7 @@ def _unreadable(files: Sequence[Path], config: CorpusConfig) -> Iterator[MensErr
 
 
 def _within_each_other(files: Sequence[Path], output: Path) -> Iterator[DataError]:
-    """Refuse a corpus that would read what it writes."""
+    """Refuse a corpus whose output is within its input, or vice versa."""
     written = output.resolve()
     for path in files:
         read = path.resolve()
@@ -426,7 +426,7 @@ def _within_each_other(files: Sequence[Path], output: Path) -> Iterator[DataErro
 
 
 def _in_the_way(output: Path) -> Iterator[DataError]:
-    """Refuse to write among files that no corpus made."""
+    """Refuse an output directory with files that are not from a corpus."""
     if not output.exists():
         return
     if not output.is_dir():
@@ -448,5 +448,5 @@ def _is_ours(path: Path) -> bool:
     if path.name in {CORPUS_PAGE, CORPUS_RECORD, LOCK}:
         return path.is_file()
     if path.name.startswith("."):
-        return path.name.endswith((".tmp", ".old", ".taking"))  # of a process that was killed
+        return path.name.endswith((".tmp", ".old", ".taking"))  # left by a killed process
     return bool(_STEP.fullmatch(path.name)) and (path / STEP_RECORD).is_file()

@@ -1,4 +1,4 @@
-"""The report step: measure the rows left by the other steps, and list those steps."""
+"""The report step: measure the rows of the previous steps, and list these steps."""
 
 from __future__ import annotations
 
@@ -40,17 +40,16 @@ _RECORD: Final = "step.json"
 
 
 def steps_before(files: Sequence[Path]) -> list[Before]:
-    """Return the steps that made some files, oldest first.
+    """Return the steps that produced some files, oldest first.
 
-    A step is taken for the maker of another's input if it stands before it, by the number in its
-    directory's name, and its files have that content: what an earlier corpus left in the same place
-    is none.
+    A step produced another's input if it precedes it by directory number, and its files have the
+    same content; the leftovers of an earlier corpus do not.
 
     Args:
-        files: row files of one step, or any others.
+        files: row files of a step, or any others.
 
     Returns:
-        As many steps as their records tell; none for files that no step made.
+        The recorded steps; empty for files that no step produced.
     """
     found: list[Before] = []
     directory = files[0].parent if files else None
@@ -70,9 +69,9 @@ def _row_hashes(record: StepRecord) -> set[str]:
 
 
 def _previous(directory: Path) -> Path | None:
-    """Return the directory of the step before, ``02-…`` of ``03-…``."""
+    """Return the directory of the previous step, such as ``02-…`` for ``03-…``."""
     number = directory.name.partition("-")[0]
-    if not number.isdecimal() or int(number) < 2:  # noqa: PLR2004 - the first has none before it
+    if not number.isdecimal() or int(number) < 2:  # noqa: PLR2004 - the first step has none
         return None
     return next(iter(sorted(directory.parent.glob(f"{int(number) - 1:02d}-*"))), None)
 
@@ -109,20 +108,20 @@ def _before(record: StepRecord) -> Before:
 
 RECORD: Final = "corpus_report.json"
 _ROWS_AT_ONCE: Final = 500
-_MOST_SHARES: Final = 50  # sources listed; the rest is one of them
+_MOST_SHARES: Final = 50  # sources listed, including one for the rest
 
 
 def report(step: StepInput) -> StepResult:
-    """Write ``corpus_report.json`` about rows that other steps made.
+    """Write ``corpus_report.json`` on the rows of the previous steps.
 
-    In memory are a fixed amount, and while duplicates are looked for some 50 bytes a row.
+    Memory use is constant, plus some 50 bytes per row during the search for duplicates.
 
     Args:
-        step: what to read and where to write; the run's tokenizer and sequence length are those of
-            ``step.run``.
+        step: the input and output of the step; ``step.run`` has the tokenizer and the sequence
+            length.
 
     Raises:
-        DataError: a file cannot be read, or a row in it is wrong.
+        DataError: a file cannot be read, or a row in it is invalid.
     """
     sums = Measures()
     named = ((side.value if side else "all", pair) for side, pair in read_sides(step.files))
@@ -154,11 +153,11 @@ def report(step: StepInput) -> StepResult:
 
 
 def _tokens(step: StepInput, rows: int, unknown: dict[str, str]) -> Tokens | None:
-    """Encode rows as the run would; where that cannot be done, say why."""
+    """Encode rows as the run would; if that fails, record the reason."""
     if step.run is None or not rows:
         unknown["tokens"] = "there are no rows" if not rows else "no run tells the tokenizer"
         return None
-    # The Vox tokenizer is ours, and reads no file of a model.
+    # The built-in Vox tokenizer needs no model files.
     is_ours = step.run.tokenizer.name == "vox"
     directory = Path() if is_ours else ready_directory(step.run.model, cache_root())
     if directory is None:
@@ -169,7 +168,7 @@ def _tokens(step: StepInput, rows: int, unknown: dict[str, str]) -> Tokens | Non
     try:
         return token_counts(some, rows, tokenizer, labelling_of(step.run))
     except MensError as error:
-        # What was found may be a row's text, and that is not for a report.
+        # The finding may contain a row's text, which does not belong in a report.
         first = getattr(error, "problems", [error])[0]
         unknown["tokens"] = f"{first.where or 'a row'}: {first.what}"
         return None
@@ -247,7 +246,7 @@ def _safety(sums: Measures) -> Safety:
 
 
 def _sources(sums: Measures) -> dict[str, list[Share]]:
-    """Return the largest sources by rows, and all others as one."""
+    """Return the sources with the most rows, and the others combined."""
     characters = sums.characters["prompts"] + sums.characters["answers"]
     found: dict[str, list[Share]] = {}
     for by, named in sums.sources.items():

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
     from mens_exp.rows.schema import TrainingPair
 
-INPUT: Final = "corpus.input"  # what messages name for a file that cannot be read
-# The files of rows that a step may leave, in the order in which the next one reads them; whatever
-# else stands in its directory is a record beside them (duplicates.jsonl, quarantine.jsonl).
+INPUT: Final = "corpus.input"  # named in messages about unreadable files
+# The row files that a step may write, in the order in which the next one reads them. Other files in
+# its directory are records (duplicates.jsonl, quarantine.jsonl).
 ROW_FILES: Final = ("rows.jsonl", *(f"{side}.jsonl" for side in Side))
 
 
@@ -58,10 +58,10 @@ class StepResult:
     """The result of a step.
 
     Attributes:
-        rows_in: rows read, the dropped ones included.
+        rows_in: rows read, including dropped ones.
         rows_out: rows written, over all sides.
-        dropped: rows, or what might have become one, that were not taken, by reason.
-        facts: what else is to be known: plain JSON, sorted by key in step.json.
+        dropped: number of dropped rows or candidates, by reason.
+        facts: additional facts: plain JSON, sorted by key in step.json.
     """
 
     rows_in: int
@@ -74,19 +74,19 @@ Step: TypeAlias = Callable[[StepInput], StepResult]
 
 
 def read_rows(files: Iterable[Path]) -> Iterator[TrainingPair]:
-    """Yield the rows of files, one file after the other, a line at a time.
+    """Yield the rows of files, in file order, line by line.
 
-    A JSON array and a table are the exceptions: of those a file, or a batch, is held.
+    A JSON array is read whole, and a table in batches.
 
     Raises:
-        DataError: a file cannot be read, or a row in it is wrong; the first one is told.
+        DataError: a file cannot be read, or a row in it is invalid; the first one is reported.
     """
     for _, pair in read_sides(files):
         yield pair
 
 
 def read_sides(files: Iterable[Path]) -> Iterator[tuple[Side | None, TrainingPair]]:
-    """Yield the rows of files as `read_rows` does, each with the side that its file is of.
+    """Yield the rows of files as `read_rows` does, each with the side of its file.
 
     Yields:
         The side, None before a split, and the row.
@@ -112,19 +112,19 @@ def read_sides(files: Iterable[Path]) -> Iterator[tuple[Side | None, TrainingPai
 
 
 def side_of_file(path: Path) -> Side | None:
-    """Return the side that a row file is of; None before a split."""
+    """Return the side of a row file; None before a split."""
     return next((side for side in Side if path.name == f"{side}.jsonl"), None)
 
 
 class RowWriter:
-    """Writes the rows of a step, a line each, into its directory.
+    """Writes the rows of a step as JSON Lines into its directory.
 
     Attributes:
-        rows: how many rows each file has, by its name.
+        rows: number of rows by file name.
     """
 
     def __init__(self, directory: Path) -> None:
-        """Write into an existing directory; a file is made with its first row."""
+        """Write into an existing directory; a file is created with its first row."""
         self.rows: dict[str, int] = {}
         self._directory = directory
         self._files: dict[str, BinaryIO] = {}
@@ -135,11 +135,11 @@ class RowWriter:
         return sum(self.rows.values())
 
     def write(self, pair: TrainingPair, side: Side | None = None) -> None:
-        """Append a row to ``rows.jsonl``, or after a split to the file of its side."""
+        """Append a row to ``rows.jsonl`` or, after a split, to the file of its side."""
         self.write_line(json_line(to_json(pair), "a row"), side)
 
     def write_line(self, line: bytes, side: Side | None = None) -> None:
-        """Append a row that is a line of JSON already, its newline included."""
+        """Append a row given as a JSON line with its newline."""
         name = "rows.jsonl" if side is None else f"{side}.jsonl"
         file = self._files.get(name)
         if file is None:
@@ -158,6 +158,6 @@ class RowWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close the files, whatever happened."""
+        """Close the files."""
         for file in self._files.values():
             file.close()

@@ -1,6 +1,6 @@
-"""Steps that check rows: validate, that they can be read and their code parses, and canonical.
+"""Steps that check rows: validate (rows can be read, and their code parses) and canonical.
 
-canonical lays Rust answers out by rustfmt, so that formatting hides no duplicate.
+canonical formats Rust with rustfmt, so that formatting hides no duplicates.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ if TYPE_CHECKING:
     from mens_exp.corpus.split import Side
 
 QUARANTINE: Final = "quarantine.jsonl"
-_MOST_PROBLEMS: Final = 20  # told in full; the rest is counted
-_COMPILED_AT_ONCE: Final = 128  # rows that are read, then compiled, then written
+_MOST_PROBLEMS: Final = 20  # reported in full; the rest is counted
+_COMPILED_AT_ONCE: Final = 128  # rows per batch
 
 
 def validate(step: StepInput) -> StepResult:
-    """Pass on the rows that hold, and refuse or put aside the others.
+    """Pass on valid rows, and refuse or quarantine the others.
 
     Raises:
         DataError: a row is bad, and bad rows are errors; or a file cannot be read.
         Problems: several are.
-        SetupError: code is to be compiled, and the sandbox or a compiler is not there.
+        SetupError: code is to be compiled, but the sandbox or a compiler is not available.
     """
     bad = _BadRows(step)
     rows_in = 0
@@ -98,13 +98,13 @@ def _compiler(step: StepInput) -> Compiler | NoCompiler:
 def _several(
     rows: Iterator[tuple[Side | None, Located]],
 ) -> Iterator[list[tuple[Side | None, Located]]]:
-    """Yield rows so many at a time as are compiled at once."""
+    """Yield rows in batches for the compiler."""
     while some := list(itertools.islice(rows, _COMPILED_AT_ONCE)):
         yield some
 
 
 def _tried(located: Located, checked: Counter[str]) -> TrainingPair | list[MensError]:
-    """Return the row, or what is wrong with it."""
+    """Return the row, or its problems."""
     try:
         return _checked(located, checked)
     except MissingExtra:
@@ -136,7 +136,7 @@ def _does_not(what: str, pair: TrainingPair, located: Located) -> DataError:
 
 
 class _BadRows:
-    """Counts bad rows, and writes them down or keeps their problems, as the settings say."""
+    """Counts bad rows, and quarantines them or keeps their problems, as configured."""
 
     def __init__(self, step: StepInput) -> None:
         self.count = 0
@@ -147,7 +147,7 @@ class _BadRows:
         self._wrong = WrongRows(_MOST_PROBLEMS)
 
     def __enter__(self) -> None:
-        """Write nothing yet: without bad rows there is no file."""
+        """Do nothing: the file is created with the first bad row."""
 
     def __exit__(self, *_: object) -> None:
         """Close the file."""
@@ -157,7 +157,7 @@ class _BadRows:
     def add(self, located: Located, problems: list[MensError]) -> None:
         self.count += 1
         row = quarantined(located, problems)
-        self.reasons[row.reasons[0]] += 1  # the first, so that the counts add up to the rows
+        self.reasons[row.reasons[0]] += 1  # only the first: counts add up to the rows
         if not self._quarantines or located.ends:
             self._wrong.add(problems)
         else:
@@ -187,19 +187,19 @@ class _BadRows:
 
 
 UNFORMATTED: Final = "unformatted.jsonl"
-_FORMATTED_AT_ONCE: Final = 512  # rows that are read, then formatted, then written
+_FORMATTED_AT_ONCE: Final = 512  # rows per batch
 
 
 def canonical(step: StepInput) -> StepResult:
-    """Format the Rust of each row's answers; a row in another language passes as it is.
+    """Format the Rust code in answers; rows in other languages are unchanged.
 
-    `unformatted.jsonl` lists the rows that rustfmt does not format, with the reason.
+    `unformatted.jsonl` lists the rows that rustfmt cannot format, with the reason.
 
     Raises:
-        DataError: a file cannot be read, a row in it is wrong, or it is not formatted and that
-            is an error.
-        Problems: several are not formatted.
-        SetupError: the sandbox, rustc or rustfmt is not there.
+        DataError: a file cannot be read, a row in it is invalid, or a row cannot be formatted and
+            that is an error.
+        Problems: several rows cannot be formatted.
+        SetupError: the sandbox, rustc or rustfmt is not available.
     """
     policy = step.config.canonical.on_bad_row
     assert step.run is not None, "the command says which sandbox"
@@ -232,10 +232,10 @@ def canonical(step: StepInput) -> StepResult:
 
 
 def opened(config: SandboxConfig) -> RustFormatter:
-    """Return a formatter in the sandbox that the command names.
+    """Return a formatter in the configured sandbox.
 
     Raises:
-        SetupError: the sandbox, rustc or rustfmt is not there.
+        SetupError: the sandbox, rustc or rustfmt is not available.
     """
     workers = config.workers if isinstance(config, ExecutingSandbox) else None
     return RustFormatter(open_sandbox(config), limits_of(config), workers)
@@ -244,7 +244,7 @@ def opened(config: SandboxConfig) -> RustFormatter:
 def _formatted(
     pairs: Sequence[TrainingPair], formatter: RustFormatter
 ) -> Iterator[tuple[TrainingPair, str | None]]:
-    """Yield each row with its Rust formatted, or as it was and what is wrong with it."""
+    """Yield each row with its Rust formatted, or unchanged with the problem."""
     answers = [_answers(pair) for pair in pairs]
     codes = [said[a:b] for some in answers for said, spans in some for a, b in spans]
     results = iter(formatter.formatted(codes))
@@ -255,8 +255,8 @@ def _formatted(
 
 
 def _answers(pair: TrainingPair) -> list[tuple[str, list[tuple[int, int]]]]:
-    """Return the answers of a row in Rust, each with the places of its code."""
-    # The turns of a conversation with tools are kept as templates take them.
+    """Return the answers of a Rust row, each with the spans of its code."""
+    # Conversations with tools are kept in the form that templates need.
     if (pair.language or "").casefold() != "rust" or pair.conversation is not None:
         return []
     return [(said, spans_of(said, "rust")) for _, said in pair.exchanges]
@@ -266,7 +266,7 @@ def _with(
     pair: TrainingPair,
     answers: Sequence[tuple[str, Sequence[tuple[tuple[int, int], Formatted]]]],
 ) -> TrainingPair:
-    """Put formatted code in the place of the code that was there."""
+    """Replace the code in answers with its formatted form."""
     if not answers:
         return pair
     made = []
@@ -290,7 +290,7 @@ def _fate(pair: TrainingPair, new: TrainingPair, problem: str | None) -> str:
 
 
 class _Errors:
-    """The first rows that are not formatted, and the count of all."""
+    """The first rows that cannot be formatted, and their total count."""
 
     def __init__(self) -> None:
         self.count, self.told = 0, list[MensError]()
