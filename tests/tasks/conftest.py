@@ -161,7 +161,7 @@ def compare(typed, tmp_path):
     return command
 
 
-@functools.cache  # # composing with Hydra takes 0.3 s each time
+@functools.cache  # composing with Hydra takes 0.3 s each time
 def composed(*overrides):
     usual = ["model=tiny_llama", "trainer=cpu", "logger=none", "suite=none"]
     return compose([[*usual, *overrides]])[0]

@@ -152,7 +152,7 @@ def test_a_comparison_counts_the_other_looks_at_its_arms(study, compare, tmp_pat
     everything = f"[{three},{two},{more}]"
     third = compare(everything, declared, f"out={tmp_path}/out")
     assert [one["seeds"] for one in third.looks[WITHOUT]["others"]] == [[1, 2, 3], [1, 2, 3, 4, 5]]
-    assert third.looks[WITHOUT]["false"] == pytest.approx(0.107, abs=0.015)  # # three of t, nested
+    assert third.looks[WITHOUT]["false"] == pytest.approx(0.107, abs=0.015)  # three of t, nested
     for name in ("compare.md", "compare.html"):
         text = (tmp_path / "out" / name).read_text("utf-8")
         assert "look 3 at these runs" in text
@@ -256,7 +256,7 @@ def test_a_metric_of_the_users_is_compared_in_the_direction_that_it_declares(stu
     turned = {"probe/margin": {**about, "direction": "min"}}
     again = compare(study("again", metrics=(measured, turned)), "compare.primary=probe/margin")
     found = again.contrasts[0]["kpis"]["probe/margin"]
-    assert (found["direction"], found["verdict"]) == ("min", Verdict.WORSE)  # # of these runs alone
+    assert (found["direction"], found["verdict"]) == ("min", Verdict.WORSE)  # of these runs alone
 
 
 @pytest.fixture
@@ -438,7 +438,7 @@ def test_losses_over_more_or_less_text_confound(study, compare):
     ]
     one = study("one", arms=[[]], seeds=[1])
     other = study("other", arms=[[more]], seeds=[2])
-    tuned = compare(f"'{one},{other}'").contrasts[0]  # # one arm against its base
+    tuned = compare(f"'{one},{other}'").contrasts[0]  # one arm against its base
     assert "data.val_max_tokens is 1024 and 8192" in tuned["confounded_by"][0]
 
 
@@ -472,7 +472,7 @@ def test_runs_that_are_no_jobs_are_in_the_order_of_their_start(study, compare):
         number = int(run.name[0])
         _edit(run, started_utc=f"2026-11-20T06:00:0{3 - number}.000Z")
         run.rename(path / f"20261120T0600000_{name}")
-    assert compare(path).reference == WITHOUT  # # written last, started first
+    assert compare(path).reference == WITHOUT  # written last, started first
     for run in path.iterdir():
         run.rename(path / run.name[-1])
     assert compare(path).reference == WITHOUT
@@ -494,7 +494,7 @@ def test_seeds_that_are_not_each_there_once_are_labelled(study, compare):
         f"seed 2 of {reference} was run 2 times",
     ]
     assert record.left_out == {str(failed): "seed 1 ended failed"}
-    base = compare(f"'{again},{path / '2_runs'}'").contrasts[0]  # # one arm against its base
+    base = compare(f"'{again},{path / '2_runs'}'").contrasts[0]  # one arm against its base
     (found,) = base["environment"]
     assert re.fullmatch(r"seed 2 of \w+ was run 2 times", found)
 
@@ -602,7 +602,7 @@ def test_one_arm_is_held_against_its_own_base(study, compare):
     """An arm is compared with its own base, paired within each run."""
     record = compare(study(arms=[[]], passes=lambda _arm, seed: seed % 3 + 1))
     assert (record.reference, record.contrasts[0]["arm"]) == ("base", "tuned")
-    assert primary(record)["estimate"] == pytest.approx(0.5)  # # the base passes no item
+    assert primary(record)["estimate"] == pytest.approx(0.5)  # the base passes no item
 
 
 def test_an_evaluation_stands_for_its_run_s_scorecard(study, compare, tmp_path):
@@ -711,7 +711,7 @@ def test_a_path_without_runs_is_refused(typed, tmp_path):
         assert reason in said
 
 
-TOKENS = {"a": 10, "b": 30, "c": 60, "d": 20}  # # of four validation documents
+TOKENS = {"a": 10, "b": 30, "c": 60, "d": 20}  # of four validation documents
 
 
 def document_losses(arm, seed):
