@@ -126,6 +126,6 @@ def test_what_a_killed_process_left_is_not_in_the_way(tmp_path, capsys):
 
 
 def test_settings_of_a_run_have_no_effect():
-    """Settings of training are refused, as a corpus uses no model; its own are all accepted."""
+    """Settings of training are refused, as a corpus uses no model; its own are accepted."""
     (problem,) = unread_overrides("corpus", ["lora.r", "corpus.split.by"])
     assert "lora.r: has no effect with task=corpus" in str(problem)

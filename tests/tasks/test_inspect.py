@@ -122,7 +122,7 @@ def test_a_damaged_record_beside_it_hides_no_run(finished, inspect, tmp_path):
 
 
 def test_a_checkpoint_tells_step_optimizer_and_whether_it_goes_on(finished, inspect):
-    """The last state has the run's adapter; resume would not take the one before it."""
+    """The last state has the run's adapter; it is not resumable, as the run has ended."""
     found = inspect(finished.checkpoint(4))
     trained = inspect(finished.path)
     assert (found.kind, found.checkpoint is not None) == (ArtifactKind.CHECKPOINT, True)

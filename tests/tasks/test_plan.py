@@ -81,7 +81,7 @@ def test_a_plan_over_encoded_rows_has_the_steps_of_the_run(train_in, tmp_path, n
 
 
 def test_a_plan_that_cannot_count_blocks_says_about(train_in, tmp_path, capsys, monkeypatch):
-    """Rows that are too many to pack, damaged or not encoded give a lower bound, never exact."""
+    """Rows that are not encoded, or too many to pack for a plan, give a lower bound marked ≈."""
     told = ["data.seq_len=101", "trainer.max_epochs=2", "trainer.max_steps=-1"]
 
     def plan(name):

@@ -199,7 +199,7 @@ def test_a_run_without_steps_is_refused(run, typed):
 
 
 def test_verify_and_replay_go_together(run, inspect):
-    """Both are in one record, and a failure of either sets the exit code."""
+    """Both are in one record, and both find the edited telemetry: exit code 4."""
     edit_step(run, 2, train__loss=1.5)
     found = inspect(run.path, "inspect.verify=true", "inspect.replay=true", code=4)
     assert found.replay is not None
