@@ -121,7 +121,7 @@ def test_a_shell_completes_options_and_keys(shell_path, tmp_path, shell, program
 
 @pytest.mark.parametrize("flag", ["--config-dir {}", "--config-dir={}", "-cd {}"])
 def test_completion_offers_the_options_of_a_typed_directory(tmp_path, monkeypatch, capsys, flag):
-    """As in the command itself; a missing directory is an error, which shells hide."""
+    """Completion reads --config-dir too; a missing directory is an error, which shells hide."""
     option = tmp_path / "theirs" / "lora" / "narrow.yaml"
     option.parent.mkdir(parents=True)
     option.write_text("# A narrow one.\ndefaults: [all_linear, _self_]\nr: 2\n", "utf-8")

@@ -109,7 +109,7 @@ def test_two_processes_draw_other_numbers(way):
     ],
 )
 def test_exit_codes_are_those_of_python(code, expected):
-    """Also after a signal, and after an unhandled KeyboardInterrupt."""
+    """The codes agree after a signal and an unhandled KeyboardInterrupt, too."""
     command = python("-c", f"import atexit; atexit.register(print, 'the end')\n{code}")
     started = subprocess.run(command, capture_output=True, text=True, check=False)
     forked = fork_server.run(command, capture_output=True, text=True)
@@ -171,7 +171,7 @@ def test_what_a_fork_starts_is_forked_too(tmp_path):
 
 @pytest.mark.parametrize("end", ["os._exit(0)", "os.kill(os.getpid(), 9)"])
 def test_no_server_outlives_its_process(end):
-    """Whether the process exits or is killed."""
+    """The server ends if its process exits or is killed."""
     code = f"import os, psutil; print(psutil.Process().children()[0].pid, flush=True); {end}"
     done = fork_server.run(python("-c", code), capture_output=True, text=True)
     (server,) = done.stdout.split()

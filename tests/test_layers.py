@@ -235,7 +235,7 @@ def test_no_docstring_opens_with_a_question_word():
 
 
 def test_a_docstring_that_opens_with_a_question_word_is_found():
-    """In modules, classes, functions and methods; only the first word counts."""
+    """Modules, classes, functions and methods are searched; only the first word counts."""
     code = (
         '"""How it ends."""',
         'class A:\n    """Whose it is."""\n    def f(self):\n        """where\n\n        it is."""',

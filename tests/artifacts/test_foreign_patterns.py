@@ -76,7 +76,7 @@ def test_patterns_of_a_file_share_their_time(brief):
 
 @pytest.mark.parametrize("pattern", ["(", "a{99999999999}", "(?i", "(" * 5_000, "[z-a]"])
 def test_what_is_no_pattern_is_told(pattern):
-    """Also where Python raises another error than `re.error`."""
+    """An invalid pattern is reported even if Python raises another error than `re.error`."""
     assert pattern_problem(pattern, "x.json")
     with pytest.raises((re.error, OverflowError, RecursionError)):
         re.compile(pattern)

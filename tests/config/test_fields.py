@@ -43,7 +43,7 @@ def test_range_accepts_its_interval_only(bounds, inside, outside):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_range_refuses_what_is_not_finite(value):
-    """Even where the range has no bound on that side."""
+    """NaN and infinities are refused even by a range without bounds."""
     assert not Range().accepts(value)
 
 

@@ -75,7 +75,7 @@ def test_a_function_to_run_is_refused(stored):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_class_nobody_vouched_for_is_refused(stored, changes, place):
-    """At any place in the file; the message says how to allow it."""
+    """The class is found anywhere in the file, and the message says how to allow it."""
     said = refusal(stored(changes))
     assert f": {place}: a stored configuration may not name this class" in said
     assert "name the same _target_ in a file of ./conf" in said

@@ -89,7 +89,7 @@ def test_what_is_done_to_one_is_not_done_to_the_next():
 
 
 def test_a_changed_file_of_the_users_is_read_again(tmp_path, monkeypatch):
-    """Also when the file is deleted."""
+    """An edited file is read again, and a deleted one is no longer found."""
     monkeypatch.chdir(tmp_path)
     own = tmp_path / "conf" / "lora" / "mine.yaml"
     own.parent.mkdir(parents=True)
@@ -185,7 +185,7 @@ def test_random_overrides_are_what_hydra_composes(seed):
 
 @pytest.mark.soak
 def test_every_option_alone_and_all_random_overrides_are_what_hydra_composes():
-    """On the first composition and on a cached one."""
+    """The first composition and a cached one both equal that of Hydra."""
     for option in OPTIONS:
         is_like_hydra([option], times=2)
     for seed in range(RANDOM):

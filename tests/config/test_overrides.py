@@ -302,7 +302,7 @@ def test_list_of_callbacks_composes_them():
 
 
 def test_last_of_two_values_wins():
-    """As in Hydra."""
+    """A repeated key takes the last value, as in Hydra."""
     assert config("seed=1", "seed=2").seed == 2
 
 
@@ -387,7 +387,7 @@ SWEEPS = [
 
 @pytest.mark.parametrize("texts", SWEEPS, ids=" ".join)
 def test_sweep_makes_the_cells_that_hydra_runs(texts):
-    """Also in the same order, because a cell is found by Hydra's job number."""
+    """The cells are in Hydra's order, because a cell is found by Hydra's job number."""
     loader = ConfigLoaderImpl(create_config_search_path(str(config_directory())))
     parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(texts))
     hydras = BasicSweeper.split_arguments(parsed, None)[0]

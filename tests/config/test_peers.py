@@ -14,7 +14,7 @@ def said(override):
 
 
 def test_every_name_of_ours_exists(option, nodes):
-    """As a group, or as a key of some option."""
+    """Each name in the aliases is a group, or a key of some option."""
     known = {*group_options(), *RunConfig.__dataclass_fields__, "hydra.run.dir"}
     for group, options in group_options().items():
         for name in options:

@@ -42,7 +42,7 @@ def test_the_pages_are_current(pages):
 
 
 def test_every_key_stands_once_and_every_option_is_listed(pages, entries):
-    """Of every schema of every group, and of the root."""
+    """The reference has the keys of all schemas of all groups, and those of the root."""
     text = "\n".join(pages.values())
     keys = re.findall(r"^### `(.*)`$", text, re.MULTILINE)
     assert len(keys) == len(set(keys)) == len(entries)

@@ -130,7 +130,7 @@ def test_many_names_are_cut_and_counted():
     ],
 )
 def test_a_flag_of_another_tool_is_our_setting(flag, value, said):
-    """By its alias, the last part of its key, or its group."""
+    """The setting is found by its alias, the last part of its key, or its group."""
     found = of_flag(flag, value)
     assert found is None if said is None else said in found
 

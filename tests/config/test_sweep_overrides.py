@@ -167,7 +167,7 @@ def test_a_drawn_key_without_effect_is_dropped_from_the_only_cell():
     "text", ["/a/b.c", "a b", "it's", "a\\", "x[y]{z}", "ü=1,2", "null", "True", "7", '"q"', "#%"]
 )
 def test_an_override_that_is_written_for_a_text_means_that_text(text):
-    """Even if Hydra would read the unquoted text as something else."""
+    """The text is quoted if Hydra would otherwise read it as something else."""
     (cell,) = check([override_of("sweep.resume", text)], multirun=True).cells
     assert cell.config.sweep.resume == text
 

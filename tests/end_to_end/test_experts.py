@@ -285,7 +285,7 @@ def test_wrong_adapters_on_experts_are_refused_before_they_train(
 def test_experts_that_are_not_what_their_names_say_are_refused(
     mixture, train_in, tmp_path, monkeypatch, capsys
 ):
-    """As if a loader put up before gate."""
+    """The test swaps the names of gate and up, as if a loader put up first."""
     from mens_exp.layout import families as found_family
 
     names = found_family._MIXTRAL

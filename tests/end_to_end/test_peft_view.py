@@ -16,7 +16,7 @@ def test_peft_reproduces_the_tuned_validation_loss(
     tmp_path,
     compute,
 ):
-    """To 1e-3, with an adapter that changed the loss by far more."""
+    """The loss agrees to 1e-3, and the adapter changed it by far more."""
     run = train_in(
         tmp_path / "run",
         f"quant.compute_dtype={compute}",

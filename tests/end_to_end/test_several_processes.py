@@ -154,7 +154,7 @@ def test_another_number_of_processes_goes_on(alone, train_in, tmp_path, before, 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_a_killed_run_goes_on_with_another_number(alone, tiny_run, cache, tmp_path, before, after):
-    """From a checkpoint in mid-epoch, in the middle of a step."""
+    """The run is killed in the middle of a step, and resumed from a mid-epoch checkpoint."""
     run = RunDir(tmp_path / "run")
     given = [*tiny_run, *F32, *(TWO if before == 2 else ()), f"hydra.run.dir={run.path}"]
     by_key = {text.partition("=")[0]: text for text in given}

@@ -55,7 +55,7 @@ def tensors(file):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_read_back_gives_the_same_logits(family, source_of, tmp_path):
-    """In F32, by transformers' own reader: names, orientation and the order of q and k."""
+    """The reader is transformers' own; it shows names, orientation and the order of q and k."""
     from transformers import AutoConfig
 
     source = source_of(family)

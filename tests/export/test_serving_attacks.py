@@ -678,7 +678,7 @@ def test_stream_is_whole(server):
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 @pytest.mark.parametrize("is_wanted", [True, False])
 def test_stream_options_say_where_the_usage_stands(server, path, is_wanted):
-    """In a separate event without choices, as OpenAI's clients expect, or nowhere."""
+    """The usage is a separate event without choices, as OpenAI's clients expect, or absent."""
     asks = {"messages": HELLO} if path == CHAT else {"prompt": "Hello"}
     options = {"stream": True, "stream_options": {"include_usage": is_wanted}}
     with connected(server) as one:
@@ -733,7 +733,7 @@ TOKEN = "correct-horse-battery-staple"
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_token_is_asked_for(directory, monkeypatch, host):
-    """On every route except /health."""
+    """Every route except /health requires the token."""
     monkeypatch.setenv("MENS_EXP_SERVE_TOKEN", TOKEN)
     with quick(), serving.serving(directory, host=host, port=0) as running:
         assert TOKEN not in running.curl

@@ -94,7 +94,7 @@ def test_a_wrong_merge_shows(tmp_path, wrong_OI):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_rounding_to_the_format_that_is_written_is_no_error(tmp_path, dtype):
-    """However small the delta: correctly rounded is as good as the format allows."""
+    """Correct rounding is as good as the format allows, however small the delta is."""
     small = {"scale": 1e-4}
     written_OI = (WEIGHT_OI.double() + 1e-4 * DELTA.B_OR.double() @ DELTA.A_RI.double()).to(dtype)
     assert error_of(tmp_path, written_OI, delta=small)["relative"] == 0

@@ -449,7 +449,7 @@ def test_plan_is_plain_json(on_rows, cache):
 
 
 def test_planning_imports_nothing_heavy(rows):
-    """In a new interpreter, from composing to the plan."""
+    """A new interpreter composes, checks and plans without the heavy libraries."""
     code = (
         "import sys\n"
         "from mens_exp.config.compose import compose, typed\n"

@@ -54,7 +54,7 @@ def test_compressed_sizes_tell_nothing_of_rows(counted, path):
 
 
 def test_a_plan_of_a_stream_reads_no_more_than_the_first_rows(counted, path, monkeypatch):
-    """Whatever the size of the file and the state of the cache."""
+    """The bad row after the first hundred is never read."""
     lines = path.read_text("utf-8").splitlines()
     path.write_text("\n".join([*lines[:100], "no row at all"]) + "\n", "utf-8")
     monkeypatch.setattr(estimate, "peek", None)

@@ -77,7 +77,7 @@ def test_a_value_missing_in_one_cell_skips_that_cell(planned):
 
 
 def test_nothing_left_to_run_is_refused(planned):
-    """Even with sweep.invalid=skip."""
+    """A sweep without a valid cell is refused even with sweep.invalid=skip."""
     said = str(refusal(planned, "lora.r=0,-1", "sweep.invalid=skip"))
     assert said.count("lora.r: out of range") == 2
 

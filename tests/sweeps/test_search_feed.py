@@ -372,7 +372,7 @@ def kill_at(monkeypatch, number, *, torn):
 
 @pytest.mark.parametrize("torn", [False, True], ids=["before", "torn"])
 def test_a_search_killed_at_any_write_goes_on_to_the_same_record(stage, monkeypatch, torn):
-    """Also if killed again while resuming; each later draw depends on the first result."""
+    """A search killed again while resuming does too; later draws depend on the first result."""
     monkeypatch.setattr(os, "fsync", lambda _: None)  # the process is killed, not the machine
     whole = stage("whole", **TPE)
     with monkeypatch.context() as patch:

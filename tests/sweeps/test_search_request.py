@@ -154,7 +154,7 @@ def test_what_can_never_run_stops_a_search_unless_told(asked):
 
 
 def test_an_unknown_setting_is_refused(asked):
-    """By Hydra's own schema of the sweeper."""
+    """Hydra's own schema of the sweeper refuses unknown settings."""
     assert "trials" in refusal(asked, "hydra.sweeper.trials=3")
 
 

@@ -132,7 +132,7 @@ def cells_of(*overrides):
     "override", ["hydra.launcher.nodes=2", "trainer.num_nodes=2", "+hydra.launcher.nodes=2"]
 )
 def test_nodes_of_a_job_are_said_once(override):
-    """As a setting of the launcher or of the trainer."""
+    """The number is set once, in the launcher or in the trainer, and reaches both."""
     (cell,) = cells_of(override)
     assert cell.config.trainer.num_nodes == 2
     launcher = launcher_of_cell(cell)
@@ -284,7 +284,7 @@ print(ended.peak_rss_bytes)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc; run it on Linux")
 @pytest.mark.parametrize("has_others", [True, False])
 def test_the_peak_of_a_job_counts_those_that_train_along(has_others):
-    """Also if that process is killed: its memory was read while it ran."""
+    """The memory of a process is read while it runs, so even a killed one is counted."""
     told = subprocess.run(
         [sys.executable, "-c", LAUNCHER, str(has_others), FIRST, OTHER],
         capture_output=True,

@@ -112,7 +112,7 @@ def test_why_slurm_ended_a_job_is_the_reason(
 
 
 def test_a_job_that_ended_by_itself_is_read_from_its_log(executor, queue):
-    """Also when Slurm no longer lists it."""
+    """A later answer from Slurm does not change the exit code that the log has."""
     ((job, work),) = executor.start(executor._record.jobs[:1])
     assert not isinstance(work, str)
     executor.log(job).began(5, 1.0, host="node", queue_id="7_0")

@@ -217,7 +217,7 @@ def test_an_adapter_by_itself_is_scored_on_the_models_base(
     tiny_run,
     inside,
 ):
-    """In either form, named by directory or file; ranks and layers are the adapter's own."""
+    """Either form works, as a directory or file; ranks and layers are the adapter's own."""
     moved = tmp_path / "elsewhere"
     shutil.copytree(trained.adapter, moved / "adapter")
     data = [text for text in tiny_run if text.startswith("data")]

@@ -92,7 +92,7 @@ def test_latest_is_settled_when_the_command_is_given(train_in, tmp_path, monkeyp
 
 
 def test_a_killed_second_phase_goes_on_to_the_same_bytes(finished, broken, train_in, tmp_path):
-    """Whether it has a checkpoint or, killed earlier, has to read the adapter again."""
+    """The run resumes from a checkpoint or, killed earlier, reads the adapter again."""
     start = f"lora.init_from={finished.path}"
     through = train_in(tmp_path / "through", start)
     for at in (2, 13):

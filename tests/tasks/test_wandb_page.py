@@ -94,7 +94,7 @@ def test_sections_of_other_tasks_are_in_no_row():
 
 
 def test_what_the_run_of_a_sweep_holds_is_in_the_table(study, sweep_over, wandb_service, tmp_path):
-    """As a service has it after task=sync: settings, tables, panels and drawings."""
+    """Settings, tables, panels and drawings, as the service has them after task=sync."""
     root = study(seeds=[1, 2])
     sweep_over(root, 2)
     assert cli.main(["task=sync", f"path={root}", f"hydra.run.dir={tmp_path}/sync"]) == 0

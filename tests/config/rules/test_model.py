@@ -54,7 +54,7 @@ def wrong(tiny_config, values):
 
 @pytest.mark.parametrize("name", SOUND)
 def test_sound_dimensions_are_accepted(tiny_config, name):
-    """From two small layers to the shape of an 8B model."""
+    """The shapes range from two small layers to an 8B model."""
     assert wrong(tiny_config, SOUND[name]) == []
 
 

@@ -23,7 +23,7 @@ BF16, F32 = "quant.storage_dtype=bf16", "quant.storage_dtype=f32"
     ],
 )
 def test_a_frozen_base_is_held_in_parts(tiny_config, overrides):
-    """In 4 bits or unquantized, with any adapter that does not change the base."""
+    """A base in 4 bits or unquantized can be sharded, if its adapter does not change it."""
     assert list(sharded_problems(tiny_config(*FSDP, *overrides))) == []
 
 
