@@ -353,7 +353,7 @@ def test_origin_is_what_the_model_card_states(
     licence,
     required,
 ):
-    """What the licence requires is stated if known, else null with the reason."""
+    """The licence's requirements are stated if known, else null with the reason."""
     directory = card(Path(shutil.copytree(tiny_base.directory, tmp_path / "base")), licence)
     contract = contract_of(tiny_config("model=hf", f"model.id={directory}"))
     assert contract.record()["provenance"] == {

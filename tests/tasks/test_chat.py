@@ -145,7 +145,7 @@ def test_what_a_chat_cannot_do_is_refused(
     overrides,
     said,
 ):
-    """What a chat cannot do is refused before a run directory is created."""
+    """An impossible chat is refused before a run directory is created."""
     monkeypatch.chdir(tmp_path)
     assert cli.main(["task=chat", *overrides]) == 2
     assert said in " ".join(capsys.readouterr().err.split())

@@ -1,4 +1,4 @@
-"""Which parts of a run can be sharded."""
+"""The parts of a run that can be sharded."""
 
 from __future__ import annotations
 
