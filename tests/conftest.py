@@ -1,4 +1,4 @@
-"""Fixtures that the tests of several packages lean on."""
+"""Fixtures for the tests of several packages."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-# One thread: tiny models gain nothing from more, and threads that wait for each other on a busy
-# machine take a hundred times as long. Before torch is imported, and for subprocesses too.
+# One thread: tiny models gain nothing from more, and on a busy machine, threads that wait for each
+# other take a hundred times as long. Set before torch is imported, and for subprocesses too.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import fork_server
@@ -34,27 +34,27 @@ from mens_exp.config.compose import compose, typed
 from mens_exp.rows.documents import Encoded
 from mens_exp.sandbox.bubblewrap import Bubblewrap
 
-settings.register_profile("untimed", deadline=None)  # by default, an example has 200 ms
+settings.register_profile("untimed", deadline=None)  # the default is 200 ms for an example
 settings.load_profile("untimed")
 
 pytest_plugins = ["cpu_costs", "family_models", "real_models", "slow_tests"]
 
 
-# Shells start background jobs with interrupts ignored, as would be all that tests start.
+# Shells start background jobs with SIGINT ignored, which all that tests start would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-loader._MOST = 10_000  # compositions that a process remembers; tests ask for many
+loader._MOST = 10_000  # compositions kept by a process; tests ask for many
 
 
-@pytest.hookimpl(optionalhook=True)  # where xdist is switched off, nobody asks
+@pytest.hookimpl(optionalhook=True)  # not called if xdist is switched off
 def pytest_xdist_auto_num_workers(config):
-    """Run one process more than there are cores: many slow tests wait for a clock or a service."""
+    """Use one process more than there are cores, as many slow tests wait for a clock or service."""
     waiting = 0 if "not slow" in config.option.markexpr else 1
     return min((os.cpu_count() or 1) + waiting, 4)
 
 
 def pytest_collection_modifyitems(items):
-    """Begin with the files of slow tests, so that no process is left alone with one at the end."""
+    """Run the files of slow tests first, so that no worker ends up alone with one."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     tests = Counter(item.path for item in items)
     items.sort(key=lambda item: -slow[item.path] / tests[item.path])
@@ -62,7 +62,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Collect no garbage among what is imported, which stays: that takes a sixth of the time."""
+    """Disable garbage collection during imports, which saves a sixth of the time."""
     gc.disable()
     try:
         return (yield)
@@ -77,7 +77,7 @@ TOGETHER = ("tests/plugins/", "tests/export/test_serving")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Distribute the tests by files, and those that share a server to one process."""
+    """Distribute tests by file, and put files that share a server on one worker."""
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -92,7 +92,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory):
-    """Keep the tests out of the user's own cache; one for the whole session."""
+    """Use one cache for the session, separate from the user's own."""
     root = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MENS_EXP_CACHE", str(root))
@@ -101,7 +101,7 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="session", autouse=True)
 def forked(tmp_path_factory):
-    """Fork the package's own processes instead of starting them: see fork_server."""
+    """Fork the package's own processes instead of starting them; see fork_server."""
     fork_server.keep_log(tmp_path_factory.getbasetemp() / "fork_server.log")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host, "Popen", fork_server.Popen)
@@ -111,12 +111,12 @@ def forked(tmp_path_factory):
     fork_server.end_servers()
 
 
-# matplotlib takes a third of a tiny run's time, and few tests look at its drawings.
+# matplotlib takes a third of a tiny run's time, and few tests look at its plots.
 WITHOUT_DRAWING = """
 from mens_exp.report import plots
 plots._drawn = lambda *_: '<svg viewBox="0 0 1 1"></svg>'
 """
-# What a test writes need not outlive a power cut; waiting for disks is a tenth of a tiny run.
+# A test's files need not survive a power cut, and fsync takes a tenth of a tiny run.
 WITHOUT_SYNC = """
 import os
 os.fsync = lambda _: None
@@ -125,7 +125,7 @@ os.fsync = lambda _: None
 
 @pytest.fixture(scope="session", autouse=True)
 def undrawn():
-    """Leave the plots of reports empty; the marker `draws` has them drawn for one test."""
+    """Leave the plots of reports empty, except in a test with the marker `draws`."""
     from mens_exp.report import plots
 
     drawn = plots._drawn
@@ -146,19 +146,19 @@ def _draws(request, undrawn):
 
 @pytest.fixture(scope="session")
 def programs(tmp_path_factory):
-    """Programs ``python`` and ``mens-exp`` that fork commands of mens_exp."""
+    """Programs ``python`` and ``mens-exp`` that fork mens_exp's commands."""
     return fork_server.write_stubs(tmp_path_factory.mktemp("programs"))
 
 
 @pytest.fixture(scope="session")
 def shell_path(programs):
-    """PATH of a shell that finds these programs first."""
+    """A PATH on which these programs come first."""
     return os.pathsep.join([str(programs), os.environ["PATH"]])
 
 
 @pytest.fixture(scope="session")
 def shelf(tmp_path_factory):
-    """Directories that the first test that asks for one makes, for all workers; only to be read."""
+    """Directories made by the first test that asks, for all workers; do not change them."""
     root = tmp_path_factory.getbasetemp()
     if os.environ.get("PYTEST_XDIST_WORKER"):
         root = root.parent
@@ -188,7 +188,7 @@ def state_of(place):
 
 @pytest.fixture(scope="session")
 def sandbox():
-    """Where tests execute programs."""
+    """The sandbox in which tests execute programs."""
     if shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is missing: apt-get install bubblewrap")
     return Bubblewrap()
@@ -196,7 +196,7 @@ def sandbox():
 
 @pytest.fixture(scope="session")
 def tiny_config():
-    """Compose a configuration of tiny_llama on CPU from overrides."""
+    """Compose a configuration of tiny_llama on the CPU from overrides."""
 
     @functools.cache  # Hydra takes a third of a second each time
     def composed(*overrides):
@@ -209,7 +209,7 @@ def tiny_config():
 
 @pytest.fixture(scope="session")
 def tiny_base(cache, tiny_config):
-    """Two random Llama layers on disk."""
+    """A random model of two Llama layers on disk."""
     from mens_exp.model.sources import resolve
 
     return resolve(tiny_config().model, cache)
@@ -217,7 +217,7 @@ def tiny_base(cache, tiny_config):
 
 @pytest.fixture(scope="session")
 def tiny_backend(cache, tiny_config):
-    """Build a fresh graph, QLoRA on tiny_llama by default; `live` fills B, which starts at zero."""
+    """Build a new backend, by default QLoRA on tiny_llama; `live` fills B, which starts at zero."""
     from mens_exp.model.sources import resolve
     from mens_exp.training.build import build_backend
 
@@ -231,7 +231,7 @@ def tiny_backend(cache, tiny_config):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """Put a stand-in hub in the place of the real one, its cache an empty folder."""
+    """Replace the Hugging Face Hub by a stand-in with an empty cache."""
     from huggingface_hub import constants
 
     from mens_exp.layout import hub as hub_snapshot
@@ -253,7 +253,7 @@ def hub(tmp_path, monkeypatch):
 
 @pytest.fixture
 def wandb_service(tmp_path, monkeypatch):
-    """A stand-in of the W&B service in the place of the real one, and an account there."""
+    """Replace the W&B service by a stand-in, with an account there."""
     stand_in = runpy.run_path(str(Path(__file__).with_name("stand_in_wandb.py")))
     for name in [*os.environ]:
         if name.startswith(("WANDB", "NETRC")):
@@ -269,7 +269,7 @@ def wandb_service(tmp_path, monkeypatch):
 
 @pytest.fixture
 def wandb_sweeps(wandb_service):
-    """Let the stand-in know of sweeps, their agents and local controllers."""
+    """Let the stand-in handle sweeps, their agents and local controllers."""
     stand_in = runpy.run_path(str(Path(__file__).with_name("stand_in_wandb_sweeps.py")))
     wandb_service.sweeps = stand_in["Sweeps"](wandb_service)
     return wandb_service.sweeps
@@ -277,7 +277,7 @@ def wandb_sweeps(wandb_service):
 
 @pytest.fixture(scope="session")
 def mirrored():
-    """Read the records of a run's W&B mirror, of all kinds or of one, as `wandb leet` has them."""
+    """Read the records of a run's W&B directory with `wandb leet`, all or one kind."""
 
     def read(run, kind=None):
         command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(run.wandb)]
@@ -290,7 +290,7 @@ def mirrored():
 
 @pytest.fixture(scope="session")
 def documents_of():
-    """Make encoded documents from lists of ids and of what is supervised."""
+    """Make encoded documents from lists of ids and lists of supervision flags."""
 
     def made(ids, supervised):
         return Encoded(
@@ -306,7 +306,7 @@ def documents_of():
 
 @pytest.fixture(scope="session")
 def random_documents(documents_of):
-    """Draw documents of given lengths; the last `supervised[i]` tokens of each are learned."""
+    """Draw documents of given lengths, with the last `supervised[i]` tokens of each supervised."""
 
     def drawn(lengths, supervised=None, *, seed=0):
         generator = np.random.default_rng(seed)
@@ -321,7 +321,7 @@ def random_documents(documents_of):
 
 @pytest.fixture(scope="session")
 def rows_file(shelf):
-    """Sixty rows of small functions: about 45 to train on, the rest shared by the other sides."""
+    """A file of sixty rows: about 45 for training, the rest for validation and held-out items."""
     rows = [
         {"prompt": f"Add {n}.", "response": f"def add_{n}(x):\n    return x + {n}\n"}
         for n in range(60)
@@ -359,13 +359,13 @@ def tiny_run(rows_file):
 
 @pytest.fixture(scope="session")
 def train_in(tiny_run):
-    """Run the command line in this process, its run in a given directory."""
+    """Run the command line in this process, with a given run directory."""
     from lightning.pytorch.trainer.connectors import callback_connector
 
     from mens_exp import cli
     from mens_exp.artifacts.run_dir import RunDir
 
-    # Each of a run's three Trainers asks all installed packages whether they add callbacks.
+    # Each of a run's three Trainers looks for callbacks in all installed packages.
     asked = functools.cache(callback_connector._load_external_callbacks)
     callback_connector._load_external_callbacks = asked
 
@@ -373,7 +373,7 @@ def train_in(tiny_run):
         by_key = {text.partition("=")[0]: text for text in [*tiny_run, *overrides]}
         by_key.pop(without, None)
         if by_key.get("suite") != "suite=none" and by_key.get("suite.items") == "suite.items=0":
-            del by_key["suite.items"]  # of suite=none
+            del by_key["suite.items"]  # set for suite=none
         assert cli.main([*by_key.values(), f"hydra.run.dir={directory}"]) == code
         return RunDir(Path(directory))
 
@@ -382,7 +382,7 @@ def train_in(tiny_run):
 
 @pytest.fixture(scope="session")
 def finished_with(shelf, train_in):
-    """Return the finished run of some overrides, trained once for all tests; only to be read."""
+    """Return the finished run of some overrides, trained once for all tests; do not change it."""
     from mens_exp.artifacts.run_dir import RunDir
 
     def taken(*overrides):
@@ -395,9 +395,9 @@ def finished_with(shelf, train_in):
 
 @pytest.fixture(scope="session")
 def installed(shelf):
-    """Install packages that the environment leaves out, and return their directory.
+    """Install packages that the environment lacks, and return their directory.
 
-    The tests that need one are skipped on a machine that cannot reach a package index.
+    Tests that need one are skipped on a machine without access to a package index.
     """
 
     def install(name, *packages):
@@ -417,7 +417,7 @@ def installed(shelf):
 
 @pytest.fixture
 def importable(installed, monkeypatch):
-    """Make a package that the environment leaves out importable here and in child processes."""
+    """Make a package that the environment lacks importable here and in child processes."""
 
     def make(name, package):
         place = str(installed(name, package))
@@ -430,19 +430,19 @@ def importable(installed, monkeypatch):
 
 @pytest.fixture
 def apollo(importable):
-    """Make apollo-torch importable; its license keeps it out of dev."""
+    """Make apollo-torch importable; its licence keeps it out of the dev dependencies."""
     importable("apollo", "apollo-torch==1.0.3")
 
 
 @pytest.fixture(scope="session")
 def finished(finished_with):
-    """A run of `tiny_run` from start to end; only to be read."""
+    """A finished run of `tiny_run`; do not change it."""
     return finished_with()
 
 
 @pytest.fixture(scope="session")
 def notes_of():
-    """Read a run's notes, but for what this machine lacks: they are the same on any."""
+    """Read a run's notes without those about this machine, so that they are the same everywhere."""
     from mens_exp.artifacts.manifest import Manifest
     from mens_exp.planning import machine, messages
 
@@ -452,7 +452,7 @@ def notes_of():
 
 @pytest.fixture(scope="session")
 def untimed():
-    """Read a run's scorecard and events, but for latencies: they are others each time."""
+    """Read a run's scorecard and events without latencies, which differ each time."""
 
     def steady(values):
         return {name: value for name, value in values.items() if not name.endswith("_ms")}

@@ -1,7 +1,7 @@
-"""A small stand-in for the Hugging Face Hub on loopback, as much of it as loading asks for.
+"""A small stand-in for the Hugging Face Hub on loopback, with the requests that loading uses.
 
-What it answers follows the hub's own protocol: https://huggingface.co/docs/hub/api, and what
-huggingface_hub reads from the answers' headers.
+Its answers follow the hub's protocol, https://huggingface.co/docs/hub/api, and the headers that
+huggingface_hub reads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 @dataclass
 class Repository:
-    """A model or dataset: files by path for each commit, and what branches point to."""
+    """A model or dataset: the files of each commit by path, and the branches."""
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class Repository:
 
 
 class Hub(ThreadingHTTPServer):
-    """The server; `requests` lists every method and path it was asked for.
+    """The server; `requests` lists the method and path of every request.
 
     A dataset's name in `repositories` begins with ``datasets/``.
     """
@@ -50,7 +50,7 @@ class Hub(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def asked(self, part):
-        """Return the requests whose line holds a text."""
+        """Return the requests whose line contains a text."""
         return [line for line in self.requests if part in line]
 
 
@@ -153,7 +153,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _listed_hash(file, data):
-    """SHA-256 of large files, and Git's SHA-1 of others."""
+    """Return the SHA-256 of a large file, or Git's SHA-1 of any other."""
     if file.endswith((".safetensors", ".bin", ".parquet", ".arrow")):
         return hashlib.sha256(data).hexdigest()
     return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
@@ -170,7 +170,7 @@ def _entry(path, data):
 
 @contextmanager
 def serving():
-    """Serve on a free port inside the block."""
+    """Run the server on a free port inside the block."""
     hub = Hub()
     thread = threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()

@@ -1,8 +1,8 @@
-"""A small stand-in of the W&B service on loopback: what it is sent is kept, and can be asked for.
+"""A small stand-in for the W&B service on loopback, which keeps all that it receives.
 
-It answers what the W&B client of this project asks: who the user is, what a run has already, runs,
-their history by line, files, artifacts with their lineage. It may answer slowly, with errors, or
-not at all.
+It answers the requests of this project's W&B client: the user, the state of a run, runs, their
+history by line, files, and artifacts with their lineage. It can answer slowly, with errors, or not
+at all.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ENTITY = "lab"
 
 @dataclass
 class Run:
-    """What the service has of one run."""
+    """The data of one run."""
 
     name: str
     project: str
@@ -36,7 +36,7 @@ class Run:
     lines: dict[str, dict[int, str]] = field(default_factory=dict)  # of a streamed file, by number
     files: dict[str, bytes] = field(default_factory=dict)
     exit_code: int | None = None
-    is_begun: bool = False  # by a client; an agent's run is there before
+    is_begun: bool = False  # by a client; an agent's run exists before
 
     @property
     def history(self):
@@ -50,13 +50,13 @@ class Run:
 
     @property
     def settings(self):
-        """The configuration as a user reads it."""
+        """Return the configuration as a user sees it."""
         return {key: one["value"] for key, one in self.config.items() if key != "_wandb"}
 
 
 @dataclass
 class Artifact:
-    """One version; ``made_by`` is the run that logged it first."""
+    """One version of an artifact; ``made_by`` is the run that logged it first."""
 
     id: str
     type: str
@@ -65,11 +65,11 @@ class Artifact:
     made_by: str
     metadata: dict[str, Any]
     state: str = "PENDING"
-    files: dict[str, str] = field(default_factory=dict)  # path -> its MD5 as the manifest has it
+    files: dict[str, str] = field(default_factory=dict)  # path -> its MD5 in the manifest
 
 
 class Service:
-    """The state behind the server, and how it behaves."""
+    """The state of the server, and its behaviour."""
 
     def __init__(self):
         self.runs = {}
@@ -81,16 +81,16 @@ class Service:
         self.delay_s = 0.0
         self.refuses = lambda _: False  # answers 500 to such an operation
         self.hangs = lambda _: False
-        self.sweeps = None  # what answers about sweeps, where a test wants some
+        self.sweeps = None  # answers about sweeps, if a test wants some
         self.lock = threading.RLock()
         self.released = threading.Event()
         self.url = ""
 
-    # What a test asks for.
+    # Questions of a test.
 
     @property
     def lineage(self):
-        """Edges from what a run read to the run, and from the run to what it made."""
+        """Return the edges from inputs to runs, and from runs to outputs."""
         made = {(one.made_by, one.name) for one in self.artifacts.values() if one.made_by}
         return made | {(artifact.name, run) for run, artifact in self.used}
 
@@ -98,10 +98,10 @@ class Service:
         return [one for one in self.artifacts.values() if one.name == name]
 
     def expect(self, name, project, sweep, config):
-        """Have a run that a client is yet to begin: an agent will be told of it."""
+        """Add a run that a client has not begun yet; an agent will be told of it."""
         self.runs[name] = Run(name, project, sweep=sweep, config=config)
 
-    # What the client asks for.
+    # Requests of the client.
 
     def graphql(self, operation, told, query):
         name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", operation).lower()
@@ -325,7 +325,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def handle(self):
-        """Answer until the client goes away, however it does."""
+        """Answer until the client disconnects in any way."""
         try:
             super().handle()
         except ConnectionError:
@@ -378,7 +378,7 @@ def _named(query):
 
 @contextmanager
 def serving(service):
-    """Let a service answer on a port of its own."""
+    """Serve on a free port inside the block."""
     handler = type("Handler", (_Handler,), {"service": service})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True

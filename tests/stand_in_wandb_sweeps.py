@@ -1,6 +1,6 @@
-"""What the stand-in of the W&B service answers about sweeps, their agents and a local controller.
+"""Sweeps, agents and local controllers of the W&B stand-in.
 
-The service draws nothing itself: a test says what it suggests, or W&B's local controller does.
+The service draws nothing itself: a test sets the suggestions, or W&B's local controller draws.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import yaml
 
 @dataclass
 class Sweep:
-    """What the service has of one sweep."""
+    """The data of one sweep."""
 
-    id: str  # the object's; ``name`` is what a user and an agent call it
+    id: str  # of the object; a user and an agent use ``name``
     name: str
     entity: str
     project: str
@@ -25,16 +25,16 @@ class Sweep:
     scheduled: list[dict[str, str]] = field(default_factory=list)
     waiting: list[str] = field(default_factory=list)  # runs that no agent has begun
     runs: list[str] = field(default_factory=list)
-    is_exhausted: bool = False  # or a user has stopped it
+    is_exhausted: bool = False  # or stopped by a user
 
     @property
     def is_local(self):
-        """Whether a local controller draws."""
+        """Tell whether a local controller draws."""
         return (self.config.get("controller") or {}).get("type") == "local"
 
 
 class Sweeps:
-    """Sweeps and agents of a service; a test reads what they sent, and says what is to come."""
+    """The sweeps and agents of a service; a test reads their requests and sets the answers."""
 
     def __init__(self, service):
         self._service = service
@@ -44,7 +44,7 @@ class Sweeps:
         self.stopping = set()  # runs that a user has stopped
         self.commands = []  # sent to agents
 
-    # What the client asks for.
+    # Requests of the client.
 
     def on_upsert_sweep(self, told):
         if told.get("id") is None:
@@ -95,7 +95,7 @@ class Sweeps:
         absent = ("description", "heartbeatAt", "updatedAt", "earlyStopJobRunning", "bestLoss")
         return {"project": {"sweep": known | dict.fromkeys(absent)}}
 
-    # How a sweep goes.
+    # The course of a sweep.
 
     def _project(self, sweep):
         entity = {"id": "e", "name": sweep.entity}

@@ -1,4 +1,4 @@
-"""The functions of `mens_exp` in one process, beside the command line that runs the same code."""
+"""The Python functions of `mens_exp`, compared with the command line."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from mens_exp.artifacts.run_dir import RunDir
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
-    """An empty working directory, in which runs are written under outputs/."""
+    """An empty working directory; runs are written to its outputs/."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def test_importing_the_package_loads_and_changes_nothing():
-    """Its names are there to complete, and each is loaded when it is first used."""
+    """`dir` lists the names, each is loaded at its first use, and the process is unchanged."""
     code = (
         "import os, sys, signal, logging\n"
         "before = dict(os.environ), signal.getsignal(signal.SIGINT), set(sys.modules)\n"
@@ -53,13 +53,13 @@ def test_importing_the_package_loads_and_changes_nothing():
 
 
 def test_an_unknown_name_is_an_attribute_error():
-    """As of any module, so that `hasattr` and `from … import` behave."""
+    """`hasattr` and `from … import` behave as for any module."""
     with pytest.raises(AttributeError, match="no attribute 'fit'"):
         _ = mens_exp.fit
 
 
 def test_a_composition_is_what_the_command_line_shows(tiny_run, capsys):
-    """`--cfg job` prints the same values; options and overrides are at hand."""
+    """The values equal those of `--cfg job`; options and overrides can be read."""
     from mens_exp import cli
 
     found = compose(*tiny_run, "lora.r=4")
@@ -72,7 +72,7 @@ def test_a_composition_is_what_the_command_line_shows(tiny_run, capsys):
 
 
 def test_all_mistakes_are_raised_together():
-    """Each by its dotted path, as on the command line; nothing is printed, nothing exits."""
+    """The exception has each dotted path, as on the command line."""
     with pytest.raises(MensError) as raised:
         compose("lora.r=0", "quant.duble_quant=true")
     assert [one.where for one in raised.value.problems] == ["quant.duble_quant", "lora.r"]
@@ -80,14 +80,14 @@ def test_all_mistakes_are_raised_together():
 
 @pytest.mark.parametrize("call", [train, plan, compose])
 def test_an_override_is_a_text(call):
-    """A mapping, which other libraries take, is told what to write instead."""
+    """A mapping, as other libraries take, is refused with a message."""
     with pytest.raises(MensError, match="an override must be a string"):
         call({"lora.r": 8})
 
 
 @pytest.mark.parametrize("call", [train, plan, compose])
 def test_several_values_are_told_as_a_program_can_give_them(call):
-    """A call has no flag -m."""
+    """A function has no -m, so a list of values is refused."""
     with pytest.raises(MensError, match="one call takes one value for each setting") as raised:
         call("seed=1,2", "lora.r=4")
     assert raised.value.where == "seed"
@@ -95,14 +95,14 @@ def test_several_values_are_told_as_a_program_can_give_them(call):
 
 
 def test_a_task_is_chosen_by_the_function(tiny_run):
-    """Another one in the overrides would not be run."""
+    """An override of `task` is refused."""
     with pytest.raises(MensError, match="the function already determines the task"):
         plan(*tiny_run, "task=train")
     assert not Path("outputs").exists()
 
 
 class Tables(HTMLParser):
-    """The text of a page, and the tags that it leaves open."""
+    """The text of a page, with a check of its tags."""
 
     def __init__(self, page):
         super().__init__()
@@ -121,14 +121,14 @@ class Tables(HTMLParser):
 
 
 def drawn(shown):
-    """Return the text of an object as a notebook shows it, its markup checked."""
+    """Return an object's text in a notebook, after a check of its markup."""
     page = Tables(shown._repr_html_())
     assert page.open == []
     return " ".join(page.text.split())
 
 
 def test_a_plan_forecasts_without_training(tiny_run, capsys):
-    """Figures, a table for a notebook, and a record as task=plan leaves one."""
+    """The result has figures, a table for a notebook, and a record like that of task=plan."""
     found = plan(*tiny_run)
     assert found.memory_bytes > 2**20
     assert RunDir(found.path).plan.is_file()
@@ -139,7 +139,7 @@ def test_a_plan_forecasts_without_training(tiny_run, capsys):
 
 @pytest.fixture(scope="module")
 def arms(tmp_path_factory, tiny_run):
-    """Two runs, trained one after the other in this process; only to be read."""
+    """Two runs, trained one after the other in this process; do not change them."""
     place = tmp_path_factory.mktemp("arms")
     return [train(*tiny_run, *more, f"hydra.run.dir={place}/{n}") for n, more in enumerate(MORE)]
 
@@ -148,7 +148,7 @@ MORE = ((), ("lora.r=4",))
 
 
 def test_a_run_is_the_one_that_the_command_line_makes(arms, finished):
-    """To the bit, adapter and losses; the second run of a process is a run like the first."""
+    """Adapter and loss are equal to the bit; a second run in the same process works too."""
     theirs = Manifest.read(finished.manifest)
     adapter = "adapter/adapter.safetensors"
     assert arms[0].manifest.outputs[adapter] == theirs.outputs[adapter]
@@ -159,7 +159,7 @@ def test_a_run_is_the_one_that_the_command_line_makes(arms, finished):
 
 
 def test_a_run_shows_base_beside_tuned(arms):
-    """As the end of a command does, and where its record is."""
+    """A notebook shows the losses and the path of the record."""
     shown = drawn(arms[0])
     assert "Validation loss" in shown
     assert str(arms[0].path) in shown.replace(" ", "")
@@ -169,7 +169,7 @@ def test_a_run_shows_base_beside_tuned(arms):
 
 
 def documents(run, tokenizer):
-    """Yield ids and labels of the validation documents, as transformers' template writes them."""
+    """Yield ids and labels of the validation documents, from transformers' own template."""
     ended = tokenizer.convert_tokens_to_ids(tokenizer.eos_token)
     for pair in run.rows():
         asked = [{"role": "user", "content": pair.prompt}]
@@ -183,7 +183,7 @@ def documents(run, tokenizer):
 
 @pytest.mark.parametrize("overrides", [[], ["lora.init=pissa"], ["backend=full", "optim.lr=1e-3"]])
 def test_the_loss_of_the_model_is_the_recorded_one(finished_with, overrides):
-    """By transformers, on the run's validation rows, with its own tokenizer and labels."""
+    """The oracle is transformers, on the validation rows, with its own tokenizer and labels."""
     run = load_run(finished_with(*overrides).path)
     model, tokenizer = run.model("cpu"), run.tokenizer()
     assert isinstance(model, transformers.PreTrainedModel | peft.PeftModel)
@@ -199,7 +199,7 @@ def test_the_loss_of_the_model_is_the_recorded_one(finished_with, overrides):
 
 
 def test_a_changed_adapter_is_no_model_of_the_run(arms, tmp_path):
-    """Its weights are not those that the record describes."""
+    """The adapter no longer has the recorded digest."""
     shutil.copytree(arms[0].path, tmp_path / "copy")
     other = load_run(tmp_path / "copy")
     tensors = RunDir(other.path).adapter / "adapter.safetensors"
@@ -222,7 +222,7 @@ def test_a_run_without_a_model_says_so(tiny_run):
 
 
 def test_a_comparison_gives_verdicts(arms, capsys):
-    """By arm, on the primary KPI; its page is written, and nothing is printed."""
+    """By arm, on the primary KPI; the page is written and nothing is printed."""
     found = compare(arms, "compare.factors=[lora.r]")
     [arm] = found.verdicts
     assert arm == "lora.r=4"
@@ -235,7 +235,7 @@ def test_a_comparison_gives_verdicts(arms, capsys):
 
 
 def test_an_evaluation_scores_a_run(arms):
-    """Without training it again."""
+    """The run is not trained again."""
     found = evaluate(arms[0], "suite=heldout_syntax", "suite.items=1", "logger=none")
     assert set(found.scorecard.conditions) == {"base", "tuned"}
     assert found.manifest.inputs["subject"] == str(arms[0].path)
@@ -243,7 +243,7 @@ def test_an_evaluation_scores_a_run(arms):
 
 
 def test_a_failed_run_is_raised_and_recorded(tiny_run, monkeypatch):
-    """The error of the recipe itself reaches the caller, a bug as it is."""
+    """The caller gets the recipe's own error, or a bug's exception."""
     from mens_exp.training.module import TrainingModule
 
     with pytest.raises(MensError, match="no row has a supervised token left"):
@@ -269,14 +269,14 @@ def test_a_library_that_exits_ends_no_process(tiny_run, monkeypatch):
 
 
 def test_ctrl_c_closes_the_record_and_the_run_goes_on(tiny_run, monkeypatch, finished):
-    """As KeyboardInterrupt, twice in a row too; resumed, the run ends as if never stopped."""
+    """It raises KeyboardInterrupt; the resumed run has the loss of an undisturbed one."""
     from mens_exp.training.module import TrainingModule
 
     step, calls = TrainingModule.training_step, []
 
     def interrupted(self, *arguments):
         calls.append(1)
-        if len(calls) == 11:  # behind the checkpoint of step 2
+        if len(calls) == 11:  # after the checkpoint of step 2
             signal.raise_signal(signal.SIGINT)
         return step(self, *arguments)
 
@@ -296,7 +296,7 @@ def test_ctrl_c_closes_the_record_and_the_run_goes_on(tiny_run, monkeypatch, fin
 
 
 def test_a_second_ctrl_c_interrupts_and_does_not_kill(tiny_run, monkeypatch):
-    """While the record is being closed, as an impatient reader of a notebook presses it."""
+    """The second signal comes while the record is being closed."""
     from mens_exp.tasks.run import Run as OpenRun
     from mens_exp.training.module import TrainingModule
 
@@ -311,7 +311,7 @@ def test_a_second_ctrl_c_interrupts_and_does_not_kill(tiny_run, monkeypatch):
 
 
 def test_another_thread_trains_too(tiny_run):
-    """Signals belong to the main thread; the rest works in any."""
+    """`plan` works outside of the main thread, to which signals belong."""
     found = []
     thread = threading.Thread(target=lambda: found.append(plan(*tiny_run)))
     thread.start()
@@ -320,7 +320,7 @@ def test_another_thread_trains_too(tiny_run):
 
 
 def test_an_application_of_hydra_goes_on_with_its_own_configuration(tiny_run, tmp_path):
-    """Hydra's state, logging and the working directory are the caller's."""
+    """Hydra's state, logging and the working directory stay the caller's."""
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "config.yaml").write_text("db: mysql\n", "utf-8")
     handlers = list(logging.getLogger().handlers)
@@ -334,7 +334,7 @@ def test_an_application_of_hydra_goes_on_with_its_own_configuration(tiny_run, tm
 
 
 def test_processes_of_torchrun_are_refused(tiny_run, monkeypatch):
-    """Each of them would train a run."""
+    """Each process would train a run of its own."""
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
@@ -344,7 +344,7 @@ def test_processes_of_torchrun_are_refused(tiny_run, monkeypatch):
 
 
 def test_latest_is_the_run_trained_last(arms, tmp_path):
-    """Plans and comparisons do not count, as on the command line; a change of directory is none."""
+    """The name "latest" finds it in the working directory; an unknown path is refused."""
     shutil.copytree(arms[0].path, tmp_path / "outputs" / "run")
     assert load_run("latest").path == tmp_path / "outputs" / "run"
     with pytest.raises(MensError, match="no such run directory"):
@@ -352,7 +352,7 @@ def test_latest_is_the_run_trained_last(arms, tmp_path):
 
 
 def test_the_page_is_that_of_the_code():
-    """`make docs` writes it: every function and object, and the code of the notebook."""
+    """`make docs` writes it, with every function, every object and the notebook's code."""
     shown = (Path(__file__).parents[1] / "docs" / "reference" / "python.md").read_text("utf-8")
     assert shown == api_page.page()
     for name in mens_exp.api.__all__:

@@ -28,7 +28,7 @@ def here(tmp_path, monkeypatch):
 
 @pytest.fixture
 def refused(here, capsys):
-    """Run a command that must exit with 2 and leave nothing behind; returns what it said."""
+    """Run a command that must exit with 2 and leave nothing behind; return its message."""
 
     def said(*arguments, code=2):
         before = sorted(here.rglob("*"))
@@ -42,7 +42,7 @@ def refused(here, capsys):
 
 
 def subprocess_of(*arguments):
-    """Run `python -m mens_exp`, and report the heavy modules it imported on the last line."""
+    """Run `python -m mens_exp`, and print the heavy modules that it imported on the last line."""
     heavy = {"torch", "transformers", "lightning", "peft", "wandb", "matplotlib", "bitsandbytes"}
     code = (
         f"import sys; sys.path[:0] = {[entry for entry in sys.path if entry]!r}\n"
@@ -56,7 +56,7 @@ def subprocess_of(*arguments):
 
 
 def test_help_shows_tasks_groups_and_documentation_and_loads_nothing_heavy():
-    """It is what a new user reads first, and must answer at once."""
+    """New users read it first, so it must appear at once."""
     done = subprocess_of("--help")
     assert done.returncode == 0
     for word in ("train", "plan", "evaluate", "smollm2_135m", "lora", "Documentation", "--cfg job"):
@@ -65,14 +65,14 @@ def test_help_shows_tasks_groups_and_documentation_and_loads_nothing_heavy():
 
 
 def test_a_configuration_error_loads_nothing_heavy():
-    """A typing mistake is told before torch would be half imported."""
+    """A typing mistake is reported before torch would be imported."""
     done = subprocess_of("lora.r=0", "backend=qlra")
     assert done.returncode == 2
     assert done.stdout.strip() == "[]"
 
 
 def test_cfg_shows_the_composed_configuration(here, capsys):
-    """With the overrides, and without a run."""
+    """The overrides are applied, and no run is started."""
     assert cli.main(["--cfg", "job", "lora.r=8", "model=tiny_llama"]) == 0
     shown = capsys.readouterr().out
     assert "r: 8" in shown
@@ -81,17 +81,17 @@ def test_cfg_shows_the_composed_configuration(here, capsys):
 
 
 def test_cfg_checks_like_a_run_does(refused):
-    """A typing mistake is none the better for being shown."""
+    """Showing a configuration reports typing mistakes, too."""
     assert "quant.duble_quant" in refused("--cfg", "job", "quant.duble_quant=true")
 
 
 def test_cfg_with_resume_resumes_nothing(finished, capsys):
-    """To look at a configuration never begins to train."""
+    """Showing a configuration never starts training."""
     assert cli.main(["--cfg", "job", f"resume={finished.path}"]) == 0
     assert f"resume: {finished.path}" in capsys.readouterr().out
 
 
-# How each shell begins without a user's own settings, and evaluates the script.
+# Each shell's flags without the user's settings, and the script that it evaluates.
 SHELLS = {
     "bash": (["--norc", "--noprofile", "-i"], 'eval "$(mens-exp -sc install=bash)"'),
     "zsh": (
@@ -105,7 +105,7 @@ SHELLS = {
 @pytest.mark.parametrize("program", ["mens-exp", "python -m mens_exp"])
 @pytest.mark.parametrize("shell", SHELLS)
 def test_a_shell_completes_options_and_keys(shell_path, tmp_path, shell, program):
-    """The tab key is pressed in the shell itself, behind a group's option and behind a key."""
+    """The tab key is pressed in a real shell, after a group's option and after a key."""
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is missing: apt-get install {shell}")
     flags, script = SHELLS[shell]
@@ -121,7 +121,7 @@ def test_a_shell_completes_options_and_keys(shell_path, tmp_path, shell, program
 
 @pytest.mark.parametrize("flag", ["--config-dir {}", "--config-dir={}", "-cd {}"])
 def test_completion_offers_the_options_of_a_typed_directory(tmp_path, monkeypatch, capsys, flag):
-    """As the command would read them; one that is not there is an error, which shells hide."""
+    """Completion reads --config-dir too; a missing directory is an error, which shells hide."""
     option = tmp_path / "theirs" / "lora" / "narrow.yaml"
     option.parent.mkdir(parents=True)
     option.write_text("# A narrow one.\ndefaults: [all_linear, _self_]\nr: 2\n", "utf-8")
@@ -134,7 +134,7 @@ def test_completion_offers_the_options_of_a_typed_directory(tmp_path, monkeypatc
 
 
 class Terminal:
-    """A program on a terminal of its own."""
+    """A program with its own terminal."""
 
     def __init__(self, command, environment):
         self.command, self.environment = command, environment
@@ -143,7 +143,7 @@ class Terminal:
         master, slave = os.openpty()
         self.master, self.seen = master, ""
         self.process = subprocess.Popen(
-            ["setsid", "--ctty", *self.command],  # fish wants the terminal to be its own
+            ["setsid", "--ctty", *self.command],  # fish needs its own terminal
             stdin=slave,
             stdout=slave,
             stderr=slave,
@@ -161,7 +161,7 @@ class Terminal:
         os.write(self.master, text.encode())
 
     def wait_for(self, text, seconds=60):
-        """Read until a text is there, what a terminal only draws left out."""
+        """Read until a text appears, ignoring control sequences."""
         until = time.monotonic() + seconds
         while text not in re.sub(r"\x1b[\[\]()?>=][0-9;?]*[ -/]*[@-~]?|[\r\x08]", "", self.seen):
             assert time.monotonic() < until, self.seen
@@ -171,13 +171,13 @@ class Terminal:
 
 
 def test_another_shell_is_told_what_to_write(refused):
-    """Hydra would raise."""
+    """The message lists the supported shells."""
     said = refused("-sc", "install=tcsh")
     assert "install=<bash|zsh|fish>" in said
 
 
 def test_hydra_help_shows_hydras_flags(capsys):
-    """What a user knows of Hydra holds; a flag that is refused is not offered."""
+    """It shows Hydra's flags, and says which ones are not offered."""
     assert cli.main(["--hydra-help"]) == 0
     said = capsys.readouterr().out
     assert "--multirun,-m" in said
@@ -187,7 +187,7 @@ def test_hydra_help_shows_hydras_flags(capsys):
 
 @pytest.mark.parametrize("shell", SHELLS)
 def test_each_shell_is_told_its_own_line(shell, capsys):
-    """In the help and on the page: the line that the shell reads in the test of completion."""
+    """Help and page have the line that the completion test uses."""
     line = SHELLS[shell][1].rpartition("; ")[2]
     assert cli.main(["--hydra-help"]) == 0
     (told,) = (one for one in capsys.readouterr().out.splitlines() if f"install={shell}" in one)
@@ -199,7 +199,7 @@ def test_each_shell_is_told_its_own_line(shell, capsys):
 
 
 def test_version_is_ours(capsys):
-    """Hydra would tell its own."""
+    """Hydra would print its own version."""
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"mens_exp {__version__}\n"
 
@@ -221,13 +221,13 @@ def test_version_is_ours(capsys):
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_flags_that_would_do_nothing_are_refused(refused, flags, said):
-    """Silence would mean that they were heeded."""
+    """Ignoring them would suggest that they had an effect."""
     assert said in refused(*flags)
 
 
 @pytest.mark.parametrize("flag", [["-m"], ["--config-dir", "."], ["--cfg", "job"]])
 def test_settings_may_stand_before_and_behind_a_flag(capsys, monkeypatch, tmp_path, flag):
-    """Hydra's own parser knows none behind it."""
+    """Hydra's own parser accepts none after a flag."""
     monkeypatch.chdir(tmp_path)
     rest = [] if "--cfg" in flag else ["--help"]
     assert cli.main(["model=tiny_llama", *flag, "seed=7", *rest]) == 0
@@ -235,7 +235,7 @@ def test_settings_may_stand_before_and_behind_a_flag(capsys, monkeypatch, tmp_pa
     assert "seed: 7" in printed if "--cfg" in flag else "fine-tune with QLoRA" in printed
 
 
-# Each is what the issue names: the dotted path or the file, what was found, what is accepted.
+# For each override: the dotted path or file, what was found, what is accepted.
 BAD = {
     "quant.duble_quant=true": ["quant.duble_quant: unknown key", "nearest is quant.double_quant"],
     "+lora.foo=1": ["lora.foo: unknown key", "found +lora.foo=1"],
@@ -248,13 +248,13 @@ BAD = {
 
 @pytest.mark.parametrize("override", BAD)
 def test_one_mistake_is_told_with_what_is_accepted(refused, override):
-    """The command exits with 2 before a directory is made."""
+    """The command exits with 2 before a directory is created."""
     said = refused("model=tiny_llama", override)
     assert all(part in said for part in BAD[override]), said
 
 
 def test_all_mistakes_of_a_command_are_told_together(refused):
-    """Overrides, values and files in one answer."""
+    """Overrides, values and files, in one message."""
     said = refused("model=tiny_llama", "data=jsonl", "data.path=missing.jsonl", *BAD)
     for parts in ({name: parts[:2] for name, parts in BAD.items() if name != "lora.r=0"}).values():
         assert all(part in said for part in parts), said
@@ -263,12 +263,12 @@ def test_all_mistakes_of_a_command_are_told_together(refused):
 
 
 def test_several_values_need_a_sweep(refused):
-    """The way to mean it is named."""
+    """The message says to add -m."""
     assert "add -m" in refused("seed=1,2")
 
 
 def test_a_row_that_is_no_json_is_told_by_file_and_line(refused, here):
-    """With every other bad row of the file."""
+    """Other bad rows of the file are reported too."""
     rows = here / "rows.jsonl"
     good = json.dumps({"prompt": "p", "response": "r"})
     missing = json.dumps({"prompt": "p"})
@@ -280,7 +280,7 @@ def test_a_row_that_is_no_json_is_told_by_file_and_line(refused, here):
 
 
 def test_a_truncated_base_model_is_told_by_its_file(refused, tiny_base, here):
-    """Weights that end too early would otherwise be noticed in the middle of a run."""
+    """Otherwise a run would fail when it reads the missing weights."""
     copy = here / "model"
     shutil.copytree(tiny_base.directory, copy)
     weights = copy / "model.safetensors"
@@ -289,7 +289,7 @@ def test_a_truncated_base_model_is_told_by_its_file(refused, tiny_base, here):
 
 
 def test_a_whole_base_model_directory_is_accepted(tiny_base, train_in, tmp_path):
-    """The same directory, untouched, trains."""
+    """An intact copy of the same kind trains."""
     run = train_in(tmp_path / "run", "model=hf", f"model.id={tiny_base.directory}")
     inputs = Manifest.read(run.manifest).inputs
     assert inputs["base_source"] == "directory"
@@ -297,7 +297,7 @@ def test_a_whole_base_model_directory_is_accepted(tiny_base, train_in, tmp_path)
 
 
 def test_no_supervised_token_is_told_when_the_rows_are_encoded(train_in, tmp_path, capsys):
-    """Sixteen tokens end inside every prompt; the run is on record as failed."""
+    """Every prompt is longer than sixteen tokens; the run is recorded as failed."""
     run = train_in(tmp_path / "run", "data.seq_len=16", code=2)
     said = " ".join(capsys.readouterr().err.split())
     assert "no row has a supervised token left" in said
@@ -317,7 +317,7 @@ def test_a_missing_gpu_is_the_environments_fault(
     monkeypatch,
     capsys,
 ):
-    """Exit code 3, and the way to do without."""
+    """Exit code 3."""
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -331,7 +331,7 @@ def test_a_bug_exits_with_1_and_keeps_its_record(
     monkeypatch,
     capsys,
 ):
-    """The traceback is shown whole, and where the record lies."""
+    """The traceback is shown, with the path of the record."""
     from mens_exp.training.module import TrainingModule
 
     def broken(*_):
@@ -346,7 +346,7 @@ def test_a_bug_exits_with_1_and_keeps_its_record(
 
 
 def test_a_library_that_exits_ends_no_more_than_its_run(train_in, tmp_path, monkeypatch):
-    """Exiting is no way to fail; the run is failed, and a sweep would go on."""
+    """SystemExit makes the run failed, with exit code 1."""
     from mens_exp.training.module import TrainingModule
 
     def leaving(*_):
@@ -360,7 +360,7 @@ def test_a_library_that_exits_ends_no_more_than_its_run(train_in, tmp_path, monk
 
 
 def test_ctrl_c_before_a_run_is_open_exits_with_130(monkeypatch, capsys):
-    """Without a traceback."""
+    """There is no traceback."""
     from mens_exp.tasks import resolve_references
 
     def interrupted(_config, **_):
@@ -372,7 +372,7 @@ def test_ctrl_c_before_a_run_is_open_exits_with_130(monkeypatch, capsys):
 
 
 def test_a_second_run_in_the_same_directory_is_refused(train_in, tmp_path, capsys):
-    """The first one's adapter and record stay."""
+    """The first run's adapter and record stay."""
     run = train_in(tmp_path / "run", "trainer.max_steps=1")
     manifest, adapter = run.manifest.read_bytes(), run.adapter / "adapter.safetensors"
     before = adapter.read_bytes()
@@ -382,7 +382,7 @@ def test_a_second_run_in_the_same_directory_is_refused(train_in, tmp_path, capsy
 
 
 def test_the_result_names_the_report(train_in, tmp_path, capsys):
-    """Base and tuned stand side by side above it."""
+    """The losses are shown above it."""
     run = train_in(tmp_path / "run", "trainer.max_steps=1")
     said = capsys.readouterr().out
     assert f"Report: {run.report}" in said
@@ -390,7 +390,7 @@ def test_the_result_names_the_report(train_in, tmp_path, capsys):
 
 
 def test_runs_lie_under_outputs_by_task_and_experiment(tiny_run, here):
-    """outputs/<task>/<experiment>/<utc>_<digest8>, as Hydra's own run directory."""
+    """outputs/<task>/<experiment>/<utc>_<digest8> is also Hydra's run directory."""
     assert cli.main([*tiny_run, "task=plan"]) == 0
     (manifest,) = here.glob("outputs/plan/default/*_*/manifest.json")
     record = Manifest.read(manifest)
@@ -399,7 +399,7 @@ def test_runs_lie_under_outputs_by_task_and_experiment(tiny_run, here):
 
 
 def test_python_m_mens_exp_exits_with_the_code_of_the_command(here):
-    """The entry point hands the code to the shell, and errors go to standard error."""
+    """Errors go to standard error."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     for run, arguments, code in (
         (fork_server.run, ["lora.r=0"], 2),
@@ -418,7 +418,7 @@ def test_python_m_mens_exp_exits_with_the_code_of_the_command(here):
 
 
 def test_a_reader_that_has_gone_ends_no_run(here):
-    """With `… | head` the run succeeds, whichever of the two outputs nobody reads."""
+    """With `… | head` the run succeeds, whichever of the two outputs is closed."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     for output, other in (("stdout", "stderr"), ("stderr", "stdout")):
         reader, writer = os.pipe()
@@ -436,7 +436,7 @@ def test_a_reader_that_has_gone_ends_no_run(here):
 
 
 def test_a_used_directory_is_refused_before_hydra_writes_into_it(tiny_run, here, refused):
-    """Hydra's own copy of the overrides still tells what ran there."""
+    """Hydra's own record of the overrides stays."""
     assert cli.main([*tiny_run, "task=plan", "hydra.run.dir=run"]) == 0
     before = {path: path.read_bytes() for path in here.rglob("*") if path.is_file()}
     assert "a run already exists" in refused(*tiny_run, "task=plan", "seed=7", "hydra.run.dir=run")
@@ -444,7 +444,7 @@ def test_a_used_directory_is_refused_before_hydra_writes_into_it(tiny_run, here,
 
 
 def test_a_used_sweep_directory_is_refused_as_well(tiny_run, here, refused):
-    """It is named as a sweep, and how to continue it."""
+    """The message says how to resume the sweep."""
     sweep = ["-m", *tiny_run, "task=plan", "seed=1,2", "hydra.sweep.dir=sweep"]
     assert cli.main(sweep) == 0
     assert len(list(here.glob("sweep/*/manifest.json"))) == 2
@@ -454,7 +454,7 @@ def test_a_used_sweep_directory_is_refused_as_well(tiny_run, here, refused):
 
 
 def test_the_same_command_twice_in_one_process_makes_two_runs(tiny_run, here):
-    """The directory's time is the command's, not the process's."""
+    """The name of a run directory has the time of the command, not of the process."""
     for _ in range(2):
         assert cli.main([*tiny_run, "task=plan"]) == 0
     assert len(list(here.glob("outputs/plan/default/*/manifest.json"))) == 2
@@ -473,7 +473,7 @@ def test_a_sweep_takes_options_of_the_working_directory(tiny_run, here):
 
 
 def test_a_run_directory_that_cannot_be_made_is_refused(tmp_path, capsys):
-    """By name and with a remedy, not by a traceback."""
+    """The message names the setting, and there is no traceback."""
     (tmp_path / "file").write_text("", encoding="utf-8")
     command = ["task=plan", "logger=none", f"hydra.run.dir={tmp_path / 'file' / 'run'}"]
     assert cli.main(command) == 3

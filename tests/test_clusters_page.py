@@ -1,4 +1,4 @@
-"""docs/how-to/clusters.md: its command is that of the files in docker/, composes, and fits."""
+"""docs/how-to/clusters.md has the commands of the files in docker/, and they are valid."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def validated(document):
 
 
 def flags(command):
-    """Return torchrun's own flags."""
+    """Return the flags of torchrun itself."""
     own = command[: command.index("-m")]
     return dict(word.removeprefix("--").partition("=")[::2] for word in own[1:])
 
@@ -52,7 +52,7 @@ def torchruns():
 
 
 def test_the_manifest_is_what_kubernetes_accepts():
-    """Both documents, by the strict schemas of its API."""
+    """Both documents are valid by the strict schemas of the Kubernetes API."""
     for document in (SERVICE, JOB):
         validated(document)
 
@@ -69,7 +69,7 @@ def test_the_manifest_is_what_kubernetes_accepts():
     ],
 )
 def test_a_wrong_key_or_type_is_refused(path, value):
-    """So that the schema has teeth."""
+    """The schemas do refuse errors."""
     document = copy.deepcopy(JOB)
     node = document["spec"]
     for part in path[:-1]:
@@ -86,7 +86,7 @@ def test_the_page_shows_the_manifest():
 
 
 def test_the_manifests_command_is_the_pages():
-    """But for the number of the machine and the name of the first one."""
+    """Except for the machine's number and the first machine's name."""
     shown, _ = torchruns()
     assert overrides(COMMAND) == overrides(shown)
     ours, theirs = flags(COMMAND), flags(shown)
@@ -96,7 +96,7 @@ def test_the_manifests_command_is_the_pages():
 
 
 def test_the_parts_of_the_manifest_fit_each_other():
-    """Numbers, names, ports and volumes, each said in several places."""
+    """Numbers, names, ports and volumes that appear in several places agree."""
     spec, said = JOB["spec"], flags(COMMAND)
     settings = dict(word.partition("=")[::2] for word in overrides(COMMAND))
     assert (
@@ -110,7 +110,7 @@ def test_the_parts_of_the_manifest_fit_each_other():
     job, service = JOB["metadata"]["name"], SERVICE["metadata"]["name"]
     assert said["master-addr"] == f"{job}-0.{service}"  # the host name of the first pod
     assert POD["subdomain"] == service
-    assert SERVICE["spec"]["clusterIP"] == "None"  # headless: its name leads to the pods
+    assert SERVICE["spec"]["clusterIP"] == "None"  # headless: its name resolves to the pods
     assert SERVICE["spec"]["selector"] == {"batch.kubernetes.io/job-name": job}
     assert [port["port"] for port in SERVICE["spec"]["ports"]] == [int(said["master-port"])]
     names = {one["name"] for one in CONTAINER["env"]}
@@ -123,7 +123,7 @@ def test_the_parts_of_the_manifest_fit_each_other():
 
 @pytest.mark.parametrize("processes", [8, 4])
 def test_the_command_is_what_torchrun_starts(monkeypatch, processes):
-    """By the variables that torchrun sets on the second machine; with others it is refused."""
+    """Accepted with the variables of torchrun's second machine, and refused with other numbers."""
     told = {"RANK": processes, "LOCAL_RANK": 0, "WORLD_SIZE": 2 * processes}
     told |= {"LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
     for name, value in told.items():
@@ -148,7 +148,7 @@ def accepted_by_skypilot(task):
 
 
 def started_by_skypilot(tmp_path, rank):
-    """Run the task's script with the variables of SkyPilot; return what torchrun was given."""
+    """Run the task's script with SkyPilot's variables; return the command of torchrun."""
     stand_in = tmp_path / "torchrun"
     stand_in.write_text('#!/bin/sh\nprintf "%s\\n" torchrun "$@"\n')
     stand_in.chmod(0o755)
@@ -162,7 +162,7 @@ def started_by_skypilot(tmp_path, rank):
 
 
 def test_the_task_is_what_skypilot_accepts():
-    """By the schemas that it validates a task file with."""
+    """The task is valid by the schemas that SkyPilot uses."""
     accepted_by_skypilot(TASK)
 
 
@@ -179,7 +179,7 @@ def test_the_task_is_what_skypilot_accepts():
     ],
 )
 def test_a_wrong_key_or_type_of_the_task_is_refused(path, value):
-    """So that these schemas have teeth too."""
+    """These schemas do refuse errors, too."""
     task = copy.deepcopy(TASK)
     *parents, last = path
     node = task[parents[0]] if parents else task
@@ -196,7 +196,7 @@ def test_the_page_shows_the_task():
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_task_starts_the_pages_command_and_nothing_else(tmp_path, rank):
-    """On each machine, with its number and the first one's address, as a shell reads the script."""
+    """A shell runs the script on each machine, with its number and the first one's address."""
     command = started_by_skypilot(tmp_path, rank)
     shown, _ = torchruns()
     assert overrides(command) == overrides(shown)
@@ -212,7 +212,7 @@ def test_the_task_starts_the_pages_command_and_nothing_else(tmp_path, rank):
 
 
 def test_the_other_commands_of_the_page_compose():
-    """The plan as it stands; what continues the run takes its settings from there."""
+    """The plan is valid, and the resume command has the run directory of the first command."""
     (plan,) = re.findall(r"^    python -m mens_exp (.*)$", PAGE, re.MULTILINE)
     assert check(shlex.split(plan)).problems == ()
     first, again = torchruns()

@@ -11,7 +11,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "how-to" / "corpus.md"
 
 
 def test_the_command_of_the_page_composes():
-    """It is accepted as it stands."""
+    """The command is valid as it stands."""
     (command,) = re.findall(r"<!-- composes -->\n    (.*)\n", PAGE.read_text("utf-8"))
     words = shlex.split(command)
     assert words[:4] == ["python", "-m", "mens_exp", "task=corpus"]
@@ -19,6 +19,6 @@ def test_the_command_of_the_page_composes():
 
 
 def test_the_page_tells_of_every_step():
-    """Each has a row in the table of what it does."""
+    """Each step has a row in the table."""
     text = PAGE.read_text("utf-8").partition("## What is in the directory")[0]
     assert set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) == set(STEPS)

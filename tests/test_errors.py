@@ -20,7 +20,7 @@ def classes():
 
 
 def drawn_tree():
-    """Read name, exit code and parent of each line of the drawing in the module's docstring."""
+    """Read name, exit code and parent of each line of the tree in the module's docstring."""
     tree = []
     path = []
     for line in (errors.__doc__ or "").splitlines():
@@ -32,7 +32,7 @@ def drawn_tree():
 
 
 def test_drawing_shows_every_error_with_its_exit_code_and_parent():
-    """The module's docstring is the tree that the classes make."""
+    """The tree in the docstring matches the classes."""
     drawn = {name: (code, parent) for name, code, parent in drawn_tree()}
     real = {
         name: (cls.exit_code, None if cls is MensError else cls.__bases__[0].__name__)
@@ -42,7 +42,7 @@ def test_drawing_shows_every_error_with_its_exit_code_and_parent():
 
 
 def test_message_has_place_finding_expectation_and_remedy():
-    """The four parts stand in this order, in one line."""
+    """The four parts come in this order, in one line."""
     error = ConfigError(
         "out of range", where="lora.r", found=0, expected="a value >= 1", remedy="raise it"
     )
@@ -50,7 +50,7 @@ def test_message_has_place_finding_expectation_and_remedy():
 
 
 def test_parts_that_are_not_given_leave_no_trace():
-    """A bare error is its one clause."""
+    """An error without details has a single clause."""
     assert str(MensError("it broke")) == "it broke"
 
 
@@ -58,12 +58,12 @@ def test_parts_that_are_not_given_leave_no_trace():
     ("found", "text"), [("as it is", "as it is"), (["a"], "['a']"), (0, "0"), ("", "")]
 )
 def test_found_strings_stand_without_quotes(found, text):
-    """Anything else is shown the way Python writes it; zero and nothing are findings too."""
+    """Other values are shown as in Python; 0 and an empty string are shown too."""
     assert str(MensError("wrong", found=found)) == f"wrong · found {text}"
 
 
 def test_no_problem_raises_nothing():
-    """An empty list of problems is no error."""
+    """An empty list of problems is not an error."""
     Problems.raise_if([])
 
 
@@ -76,7 +76,7 @@ def test_one_problem_is_raised_as_itself():
 
 
 def test_several_problems_are_raised_together():
-    """All are kept, each on a line of its own, and the exit code is the request's."""
+    """Each has its own line, and the exit code is 2."""
     problems = [DataError("bad row"), MissingExtra("no wheel")]
     with pytest.raises(Problems) as caught:
         Problems.raise_if(problems)

@@ -1,4 +1,4 @@
-"""Forked processes beside started ones: what a test relies on is the same in both."""
+"""Forked processes compared with started ones: tests can rely on the same behaviour."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ def test_a_fork_has_the_state_of_a_start(tmp_path, monkeypatch):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
     assert {name: forked[name] for name in SAME} == {name: started[name] for name in SAME}
     assert forked["parent"] == os.getpid()
-    assert len(forked["files"]) <= 1  # the connection to the server of its own
+    assert len(forked["files"]) <= 1  # the connection to its own server
 
 
 @pytest.mark.parametrize("way", [subprocess.Popen, fork_server.Popen])
 def test_two_processes_draw_other_numbers(way):
-    """Python's, numpy's and torch's global generators start anew."""
+    """The global generators of Python, numpy and torch are seeded anew."""
     code = (
         "import json, random, numpy, torch, uuid\n"
         "print(json.dumps([random.random(), numpy.random.rand(), str(uuid.uuid4()),"
@@ -109,7 +109,7 @@ def test_two_processes_draw_other_numbers(way):
     ],
 )
 def test_exit_codes_are_those_of_python(code, expected):
-    """Also of signals, and of an interrupt that nobody handles."""
+    """The codes agree after a signal and an unhandled KeyboardInterrupt, too."""
     command = python("-c", f"import atexit; atexit.register(print, 'the end')\n{code}")
     started = subprocess.run(command, capture_output=True, text=True, check=False)
     forked = fork_server.run(command, capture_output=True, text=True)
@@ -120,7 +120,7 @@ def test_exit_codes_are_those_of_python(code, expected):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_signals_reach_the_process_and_its_group(number):
-    """What the handle names is the process itself, in its own session where that was asked."""
+    """The handle's pid is the process itself, in a session of its own if requested."""
     for send in (os.kill, os.killpg):
         command = python("-c", "import time; print(flush=True); time.sleep(60)")
         with fork_server.Popen(
@@ -132,7 +132,7 @@ def test_signals_reach_the_process_and_its_group(number):
 
 
 def test_the_process_table_shows_the_command_and_the_system_its_memory():
-    """Launchers find processes by their command line, and ask wait4 for their peak."""
+    """Launchers find processes by command line, and read the peak memory with wait4."""
     command = python("-c", "import time; print(flush=True); time.sleep(60)", "some words")
     with fork_server.Popen(command, stdout=subprocess.PIPE) as process:
         process.stdout.read(1)
@@ -145,7 +145,7 @@ def test_the_process_table_shows_the_command_and_the_system_its_memory():
 
 
 def test_what_a_fork_starts_is_forked_too(tmp_path):
-    """It is the fork's own child, and shows nothing of what the fork has done before."""
+    """It is the fork's own child, and does not inherit the fork's state."""
     inner = (
         "import builtins, os, torch; print(os.getppid(), os.getpid(), torch.initial_seed(),"
         " hasattr(builtins, 'changed'))"
@@ -171,7 +171,7 @@ def test_what_a_fork_starts_is_forked_too(tmp_path):
 
 @pytest.mark.parametrize("end", ["os._exit(0)", "os.kill(os.getpid(), 9)"])
 def test_no_server_outlives_its_process(end):
-    """However that ends: nobody would end it."""
+    """The server ends if its process exits or is killed."""
     code = f"import os, psutil; print(psutil.Process().children()[0].pid, flush=True); {end}"
     done = fork_server.run(python("-c", code), capture_output=True, text=True)
     (server,) = done.stdout.split()
@@ -182,7 +182,7 @@ def test_no_server_outlives_its_process(end):
 
 
 def test_what_is_read_at_import_has_a_server_of_its_own():
-    """Libraries keep what these variables said while they were imported."""
+    """Libraries keep the values that these variables had when they were imported."""
     usual = dict(os.environ)
     assert fork_server.server_for(usual) is fork_server.server_for({**usual, "SOME": "1"})
     key = fork_server._key
@@ -191,7 +191,7 @@ def test_what_is_read_at_import_has_a_server_of_its_own():
 
 
 def test_a_server_reads_no_configuration_of_the_test_that_starts_it(tmp_path, monkeypatch):
-    """The first test that asks may stand in a directory whose conf/ is broken on purpose."""
+    """The test may be in a directory with an intentionally broken conf/."""
     broken = tmp_path / "conf" / "lora" / "mine.yaml"
     broken.parent.mkdir(parents=True)
     broken.write_text("- not: [yaml", "utf-8")
@@ -234,11 +234,11 @@ def test_shells_fork_commands_of_mens_exp_and_execute_others(tmp_path):
 
 
 def test_other_commands_are_refused():
-    """Nothing but this interpreter can be forked; a test that wants a true start says so."""
+    """Only this interpreter can be forked; a real start has to be explicit."""
     with pytest.raises(ValueError, match="only commands of"):
         fork_server.Popen(["/bin/true"])
 
 
 def test_what_this_process_spawns_is_forked():
-    """One seam: tests inject the starter that all of the package's own processes go through."""
+    """Tests replace the one function through which the package starts processes."""
     assert host.Popen is fork_server.Popen

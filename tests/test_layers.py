@@ -1,4 +1,4 @@
-"""Imports go one way, and what answers at once imports nothing heavy."""
+"""Imports go one way, and commands that answer at once import nothing heavy."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from structure import imported
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "mens_exp"
 
-# Each line may import the lines above it, and nothing beside it. `planning` stands under `corpus`,
-# because it counts the rows that a run would read; `evals` over `export`, whose certificates are
-# measured by it.
+# Each line may import the lines above it, but nothing on its own line. `planning` is below
+# `corpus`, because it counts the rows that a run would read; `evals` is below `export`, whose
+# certificates are measured by it.
 LAYERS = (
     ("", "errors"),
     ("artifacts",),
@@ -65,18 +65,18 @@ HEAVY = {
     "wandb",
 }
 
-# Reads what the user asks for by name, through the library that knows it; it loads no torch.
+# Loads the dataset that the user names, through its library, which loads no torch.
 MAY_NAME = {"corpus/hub_rows.py": {"datasets"}}
 
-# Who may know how a configuration is composed and written; everyone else gets typed objects.
+# Modules that may compose and write configurations; all others get typed objects.
 KNOWS_OMEGACONF = (
     "cli.py",
     "config/",
     "sweeps/plugin_batch.py",  # hands jobs to a Hydra launcher
-    "sweeps/plugin_sweeper.py",  # asks a Hydra sweeper
+    "sweeps/plugin_sweeper.py",  # calls a Hydra sweeper
     "tasks/run.py",  # writes the composed configuration into the record
-    "tasks/train.py",  # lengthens a stored one
-    "training/build.py",  # instantiates what the configuration names
+    "tasks/train.py",  # extends a stored one
+    "training/build.py",  # instantiates classes named in the configuration
     "training/distributed.py",  # instantiates the strategy
     "training/hosted_module.py",  # instantiates the user's module
     "training/loggers.py",  # instantiates the loggers
@@ -109,7 +109,7 @@ def violations(root):
     wrong = []
     for file, tree in modules(root).items():
         here = package_of(file)
-        if file == "__init__.py":  # names the functions of api, and loads them when they are used
+        if file == "__init__.py":  # names the functions of api, and loads them at first use
             continue
         wrong += [
             f"{file} imports {there}"
@@ -124,12 +124,12 @@ def foreign(tree):
 
 
 def test_every_package_has_its_layer():
-    """A new package is placed before it is used; a gone one is taken off the list."""
+    """A new package must be added to the list, and a deleted one removed."""
     assert {package_of(file) for file in modules(SOURCE)} == HEIGHT.keys()
 
 
 def test_packages_import_only_what_lies_above_them():
-    """Function-level imports and those for type checking count like any other."""
+    """Imports inside functions and for type checking count, too."""
     assert violations(SOURCE) == []
 
 
@@ -147,7 +147,7 @@ def test_packages_import_only_what_lies_above_them():
     ],
 )
 def test_import_against_the_order_is_found(tmp_path, file, source):
-    """The check sees plain, nested, type-checking, package and sideways imports."""
+    """The check finds plain, nested, type-checking, package and sideways imports."""
     path = tmp_path / file
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(source, "utf-8")
@@ -155,7 +155,7 @@ def test_import_against_the_order_is_found(tmp_path, file, source):
 
 
 def test_light_packages_name_no_heavy_library():
-    """Not even inside a function, but for one: what they do must never wait for torch."""
+    """Not even inside a function, with one exception."""
     guilty = {
         file: foreign(tree) & HEAVY
         for file, tree in modules(SOURCE).items()
@@ -165,7 +165,7 @@ def test_light_packages_name_no_heavy_library():
 
 
 def test_light_packages_load_nothing_heavy():
-    """Imported whole in a fresh interpreter, they bring in no heavy library, however indirectly."""
+    """Imported in a new interpreter, they load no heavy library, not even indirectly."""
     names = [
         "mens_exp." + file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         for file in modules(SOURCE)
@@ -195,7 +195,7 @@ def test_importing_the_package_loads_none_of_its_modules():
 
 
 def test_few_modules_know_omegaconf_and_hydra():
-    """DictConfig stops at the door; a module that no longer needs it is taken off the list."""
+    """Only the listed modules see DictConfig; one that no longer does must be removed."""
     knowing = [f for f, tree in modules(SOURCE).items() if foreign(tree) & {"hydra", "omegaconf"}]
     outside = [f for f in knowing if not f.startswith(KNOWS_OMEGACONF)]
     unused = [place for place in KNOWS_OMEGACONF if not any(f.startswith(place) for f in knowing)]
@@ -204,7 +204,7 @@ def test_few_modules_know_omegaconf_and_hydra():
 
 
 def test_packages_hold_only_a_docstring():
-    """Nothing is re-exported, so importing a module loads only what it names."""
+    """Without re-exports, importing a module loads only what it needs."""
     full = [
         file
         for file, tree in modules(SOURCE).items()
@@ -217,7 +217,7 @@ QUESTION = re.compile(r"(What|Which|Whose|Where|How)\b", re.IGNORECASE)
 
 
 def questions(trees):
-    """Return the docstrings that open with a question word, by their file and line."""
+    """Return the docstrings that open with a question word, by file and line."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     return {
         f"{file}:{node.body[0].lineno}": text.splitlines()[0]
@@ -235,7 +235,7 @@ def test_no_docstring_opens_with_a_question_word():
 
 
 def test_a_docstring_that_opens_with_a_question_word_is_found():
-    """In modules, classes, functions and methods, by its first word alone."""
+    """Modules, classes, functions and methods are searched; only the first word counts."""
     code = (
         '"""How it ends."""',
         'class A:\n    """Whose it is."""\n    def f(self):\n        """where\n\n        it is."""',
@@ -247,27 +247,27 @@ def test_a_docstring_that_opens_with_a_question_word_is_found():
 
 
 def test_modules_are_named_by_their_concept():
-    """No drawer for odds and ends."""
+    """Vague names such as utils or helpers are refused."""
     vague = {"utils", "util", "common", "helpers", "misc"}
     parts = {part for file in modules(SOURCE) for part in file.removesuffix(".py").split("/")}
     assert {part for part in parts if part in vague or part.startswith("base_")} == set()
 
 
-# Short modules that stay apart from their only importer, each for its own reason.
+# Short modules that are separate from their only importer, each for a reason.
 APART = {
-    "quant/int8.py",  # a class of bitsandbytes' is its base, and only int8 needs that import
+    "quant/int8.py",  # its base class is bitsandbytes', an import that only int8 needs
 }
 
 
 def test_no_short_module_serves_one_neighbour():
-    """It belongs in that neighbour. Callbacks are named by configurations instead."""
+    """Merge it into that neighbour. Callbacks are exempt, as configurations name them."""
     alone = structure.neighbour_only(structure.modules(SOURCE))
     found = {file for file in alone if not file.startswith("training/callbacks/")}
     assert found == APART
 
 
 def test_a_short_module_of_one_neighbour_is_found(tmp_path):
-    """Neither a long one, nor one that another package or two neighbours use."""
+    """A long module, or one with two importers or an importer elsewhere, is not reported."""
     short, long = "x = 1\n", "x = 1\n" * structure.SMALL
     (tmp_path / "tasks").mkdir()
     (tmp_path / "cli.py").write_text("import mens_exp.tasks.shared\n", "utf-8")
@@ -284,12 +284,12 @@ def test_a_short_module_of_one_neighbour_is_found(tmp_path):
 
 
 def test_no_modules_import_each_other():
-    """Not even inside one package, in a function, or for a type checker."""
+    """Not even inside a package, in a function, or for a type checker."""
     assert structure.circles(structure.modules(SOURCE)) == []
 
 
 def test_modules_that_import_each_other_are_found(tmp_path):
-    """Two by two, and three in a row; who only imports them is not among them."""
+    """Two modules, and a circle of three; a module that only imports them is not reported."""
     lines = {
         "a": "def f():\n    from mens_exp.b import x\n",
         "b": "if TYPE_CHECKING:\n    from mens_exp.a import y\n",
@@ -316,7 +316,7 @@ def test_the_drawing_of_the_packages_is_that_of_their_imports():
 
 
 def test_packages_are_drawn_in_layers_without_what_follows_from_other_arrows():
-    """`top` needs both, but the arrow to `low` follows from the two others."""
+    """An arrow that follows from two others is left out."""
     uses = {"top": {"middle", "low"}, "middle": {"low"}, "low": set()}
     assert architecture_page.levels(uses) == {"top": 3, "middle": 2, "low": 1}
     assert architecture_page.direct("top", uses) == {"middle"}

@@ -1,4 +1,4 @@
-"""The tool that changes lines to see whether a test notices."""
+"""The mutation tool, which changes lines to see whether a test notices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import pytest
     ],
 )
 def test_a_line_is_changed_in_one_place(line, changed):
-    """By hand; columns are of bytes, and text is not subtracted."""
+    """Expected results are by hand; columns count bytes, and strings are not subtracted."""
     ((number, first, last, new),) = mutations.changes(line)
     raw = line.encode()
     assert number == 1
@@ -30,12 +30,12 @@ def test_a_line_is_changed_in_one_place(line, changed):
 
 @pytest.mark.parametrize("line", ["x = a", "x = 'a' + b", "x = a < b < c", "'''1 + 1'''", "x: int"])
 def test_what_has_no_opposite_is_left_alone(line):
-    """Text, chains and names."""
+    """Strings, chained comparisons and names have no mutation."""
     assert list(mutations.changes(line)) == []
 
 
 def test_a_seed_draws_the_same_lines_again():
-    """Of the packages that judge and promise, each line once."""
+    """Lines are drawn from the listed packages, each line at most once."""
     mutants = mutations.draw(0, 60)
     assert mutants == mutations.draw(0, 60) != mutations.draw(1, 60)
     assert len({(one["file"], one["line"]) for one in mutants}) == 60
@@ -44,7 +44,7 @@ def test_a_seed_draws_the_same_lines_again():
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    """A module of one line, and its test."""
+    """A module of one function, and its test."""
     (tmp_path / "code.py").write_text("def f():\n    return 2 + 2\n", "utf-8")
     (tmp_path / "test_code.py").write_text(
         "import runpy\n\n\ndef test_f():\n    assert runpy.run_path('code.py')['f']() == 4\n",
@@ -65,7 +65,7 @@ def checkout(tmp_path, monkeypatch):
     ],
 )
 def test_only_a_test_that_fails_kills(checkout, new, tests, end):
-    """Not one that pytest does not find; and the line is afterwards as it was."""
+    """A test that pytest does not find is no kill; afterwards the line is restored."""
     mutant = {"file": "code.py", "line": 2, "first": 11, "last": 16, "old": "2 + 2", "new": new}
     before = (checkout / "code.py").read_bytes()
     assert mutations.attempt(mutant, [tests])[0] == end
@@ -73,7 +73,7 @@ def test_only_a_test_that_fails_kills(checkout, new, tests, end):
 
 
 def test_another_version_of_a_line_is_refused(checkout):
-    """Before anything is changed."""
+    """Nothing is changed."""
     mutant = {"file": "code.py", "line": 2, "first": 11, "last": 16, "old": "3 + 3", "new": "1"}
     with pytest.raises(AssertionError, match="another version"):
         mutations.attempt(mutant, ["test_code.py"])

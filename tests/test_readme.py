@@ -21,7 +21,7 @@ SMALL = (
 
 
 def _blocks():
-    """Return each block of commands between README's markers."""
+    """Return each block of commands between the markers of the README."""
     marked = re.search(r"<!-- commands: start.*?-->(.*?)<!-- commands: end -->", README, re.DOTALL)
     assert marked is not None
     return re.findall(r"^```bash\n(.*?)^```$", marked[1], re.MULTILINE | re.DOTALL)
@@ -29,7 +29,7 @@ def _blocks():
 
 @pytest.fixture
 def typed(tmp_path, rows_file, shell_path):
-    """Type commands in a directory with rows."""
+    """Run commands in a directory with rows."""
     shutil.copy(rows_file, tmp_path / "rows.jsonl")
 
     def type_(commands):
@@ -49,19 +49,19 @@ def typed(tmp_path, rows_file, shell_path):
 
 
 def test_readme_fits_a_first_reading():
-    """At most 120 lines, and the three commands."""
+    """At most 120 lines and three blocks of commands."""
     assert len(README.splitlines()) <= 120
     assert len(_blocks()) == 3
 
 
 def test_readme_has_the_names_that_people_look_for():
-    """Each as the field spells it."""
+    """Each is spelled as in the field."""
     names = "QLoRA NF4 LoRA fine-tuning evaluation reproducibility Hydra Lightning PEFT"
     assert [name for name in names.split() if name not in README] == []
 
 
 def test_the_main_job_trains_and_reports(typed, tmp_path):
-    """As it stands, but on two random layers."""
+    """The command is unchanged, except for a model of two random layers."""
     main_job, _, _ = _blocks()
     assert main_job == "python -m mens_exp\n"
     typed(f"{main_job.strip()} {SMALL} suite.items=2 suite.max_new_tokens=16")
@@ -71,7 +71,7 @@ def test_the_main_job_trains_and_reports(typed, tmp_path):
 
 
 def test_an_8b_model_on_a_gpu_is_planned(typed, tmp_path):
-    """For a device of 24 GiB: it fits, within the range that README states."""
+    """The plan for 24 GiB has the memory range that the README states."""
     _, on_a_gpu, _ = _blocks()
     planned = on_a_gpu.replace("mens_exp", "mens_exp task=plan trainer.device_gib=24", 1)
     said = " ".join(typed(planned).split())
@@ -94,14 +94,14 @@ def test_two_arms_get_a_verdict(typed, tmp_path):
 
 
 def test_the_table_names_tasks_and_suites_that_exist():
-    """Every task=, suite= and group that README mentions."""
+    """Every task=, suite=, lora= and model= in the README is an option."""
     options = our_options()
     for group, option in re.findall(r"\b(task|suite|lora|model)=(\w+)", README):
         assert option in options[group], f"{group}={option}"
 
 
 def test_readme_picture_is_there():
-    """The picture of a real report is part of the repository."""
+    """The picture of a real report is in the repository."""
     picture = re.search(r"!\[.*?\]\((.*?)\)", README)
     assert picture is not None
     assert (ROOT / picture[1]).read_bytes().startswith(b"\x89PNG")
@@ -109,7 +109,7 @@ def test_readme_picture_is_there():
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
 def test_make_targets_that_a_page_names_exist(name):
-    """No page quotes a command that the Makefile lacks."""
+    """The Makefile has each quoted target."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     quoted = re.findall(r"^    make (\w+)", (ROOT / name).read_text("utf-8"), re.MULTILINE)
     assert {"run", "test"} <= set(quoted) or "quick" in quoted
@@ -117,6 +117,6 @@ def test_make_targets_that_a_page_names_exist(name):
 
 
 def test_ci_runs_the_test_command_of_readme():
-    """CI calls `make test`, which README names."""
+    """CI runs `make test`, and the README names it."""
     assert "    make test " in README
     assert "\nmake test\n" in (ROOT / ".ci" / "run").read_text("utf-8")

@@ -19,14 +19,14 @@ def _commands():
 
 @pytest.mark.parametrize("command", _commands())
 def test_a_command_of_the_page_composes(command):
-    """Each is accepted as it stands."""
+    """Each is valid as it stands."""
     assert command.startswith("python -m mens_exp task=")
     checked = check(shlex.split(command)[3:])
     assert [str(problem) for problem in checked.problems] == []
 
 
 def test_the_page_has_commands_and_quotes_the_vllm_command_that_is_written():
-    """The markers still enclose what they should."""
+    """There are nine commands between the markers, and the vLLM command is current."""
     assert len(_commands()) == 9
     base = "HuggingFaceTB/SmolLM2-135M-Instruct"
     assert serve_command(base, "mine", "adapter/peft", 16) in PAGE.read_text("utf-8")

@@ -22,7 +22,7 @@ def _navigation(node):
 
 
 def test_every_page_is_in_the_navigation_once():
-    """Pages of docs/ and those of the root; no page is listed that is not there."""
+    """The pages of docs/ and of the root, and no page that does not exist."""
     listed = list(_navigation(safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))["nav"]))
     written = {path.relative_to(ROOT / "docs").as_posix() for path in ROOT.glob("docs/**/*.md")}
     assert sorted(listed) == sorted({*written, *site_pages.OUTSIDE.values()})
@@ -44,14 +44,14 @@ def test_every_page_is_in_the_navigation_once():
     ],
 )
 def test_links_of_a_built_page_are_followed(tmp_path, body, told):
-    """Raw HTML too: files, anchors, and nothing that a reader without a network lacks."""
+    """Raw HTML included: files, anchors, and nothing that is loaded from the network."""
     (tmp_path / "page.html").write_text(f"<html><body>{body}</body></html>", "utf-8")
     (tmp_path / "other.html").write_text('<h2 id="there">There</h2>', "utf-8")
     assert site_pages.problems(tmp_path) == told
 
 
 def test_pages_of_the_gallery_may_lead_to_runs_that_are_not_there(tmp_path):
-    """Only those, which stand beside the page where it was made."""
+    """The runs exist only where the page was made; other broken links are reported."""
     (tmp_path / "gallery").mkdir()
     page = '<a href="./0_run/report.html"><a href="gone.html">'
     (tmp_path / "gallery" / "sweep.html").write_text(page, "utf-8")
@@ -59,7 +59,7 @@ def test_pages_of_the_gallery_may_lead_to_runs_that_are_not_there(tmp_path):
 
 
 def test_links_of_the_root_s_pages_lead_into_the_site():
-    """Pages of docs/ keep their anchor, and files that are on no page lose their link."""
+    """Links to pages of docs/ keep their anchor, and links to other files become text."""
     text = "[a](docs/method/sandbox.md#probes) [b](SECURITY.md) [c](src/x.py) [d](https://e.org)"
     assert site_pages.with_site_links(text) == (
         "[a](method/sandbox.md#probes) [b](measured/security.md) c [d](https://e.org)"
@@ -67,19 +67,19 @@ def test_links_of_the_root_s_pages_lead_into_the_site():
 
 
 def test_words_of_a_page_of_the_gallery_lead_to_their_pages():
-    """Every one of them; a page that is opened as a file has no page to lead to."""
+    """Every glossary word on a gallery page is linked to an existing page."""
     pages = sorted(tutorial.GALLERY.glob("*.html"))
     assert len(pages) == len(tutorial.SHOWN)
     for page in pages:
         text = page.read_text("utf-8")
         linked = re.findall(r'<a href="\.\./([^"]+)\.html">', site_pages.with_linked_words(text))
         assert len(linked) == text.count('<dt id="word-')
-        assert linked or page.stem == "corpus"  # whose words are everybody's
+        assert linked or page.stem == "corpus"  # which has only general words
         assert [place for place in linked if not (ROOT / f"docs/{place}.md").is_file()] == []
 
 
 def test_an_output_of_the_tutorial_is_replaced_and_cut(tmp_path, monkeypatch):
-    """The file is written first, and a block without a marker is run but shows nothing."""
+    """The file is written first; a block without a marker runs, but shows nothing."""
     monkeypatch.setattr(tutorial, "WORK", tmp_path)
     page = (
         '```python title="a.py"\nprint(1)\n```\n\n```bash\npython a.py\n```\n\n'
@@ -110,7 +110,7 @@ def _commands(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_commands_of_the_tutorial_are_accepted(page):
-    """Each but the one whose refusal is shown, with the files of the tutorial not there."""
+    """Except for the one that shows a refusal; missing files of the tutorial are ignored."""
     for command in _commands(page):
         words = shlex.split(command)[3:]
         checked = check([word for word in words if word != "-m"], multirun="-m" in words)
@@ -120,7 +120,7 @@ def test_commands_of_the_tutorial_are_accepted(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_step_of_the_tutorial_shows_a_real_output(page):
-    """`make tutorial` has filled every marker, and no output names a path of its machine."""
+    """`make tutorial` has filled every marker, and no output has a path of its machine."""
     text = page.read_text("utf-8")
     shown = re.findall(r"<!-- output.*? -->\n(.*?)<!-- end of output -->", text, re.DOTALL)
     assert shown

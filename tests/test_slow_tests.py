@@ -1,4 +1,4 @@
-"""What the plugin of the marker `slow` says of a list, and that the list selects."""
+"""The plugin of the marker `slow`: checking the list of slow tests, and selecting by it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HERE = "tests/test_slow_tests.py"
 
 
 def test_what_is_listed_wrongly_is_named():
-    """Dear and not listed, cheap and listed, gone; what is near the limit stays as it is."""
+    """Slow but not listed, fast but listed, or deleted; a cost near the limit is left alone."""
     costs = {f"{HERE}::a": 9.0, f"{HERE}::b": 0.1, f"{HERE}::c": 0.25, f"{HERE}::d[1]": 0.18}
     listed = {f"{HERE}::b", f"{HERE}::d", f"{HERE}::e", "tests/no_file.py::f", "tests/conftest.py"}
     assert list(slow_tests.wrong(costs, listed)) == [
@@ -24,7 +24,7 @@ def test_what_is_listed_wrongly_is_named():
 
 
 def test_a_function_is_listed_once_where_all_its_cases_are_slow():
-    """Else its slow cases are; lines of files that were not run stay."""
+    """Otherwise its slow cases are listed; lines of files that did not run stay."""
     other = "tests/conftest.py::x"
     costs = {f"{HERE}::a[1]": 5, f"{HERE}::a[2]": 6, f"{HERE}::b[1]": 5, f"{HERE}::b[2]": 0}
     assert slow_tests.lines(costs, {other, f"{HERE}::gone"}) == [
@@ -35,7 +35,7 @@ def test_a_function_is_listed_once_where_all_its_cases_are_slow():
 
 
 def test_a_test_that_forks_costs_the_start_of_a_server(request, monkeypatch):
-    """Whichever test is the first to fork waits for that."""
+    """The first test to fork waits for the server, whichever it is."""
     item = request.node
     monkeypatch.setattr(slow_tests.fork_server, "forked", slow_tests.fork_server.forked + 1)
     stub = SimpleNamespace(stash=item.stash, user_properties=[], _fixtureinfo=item._fixtureinfo)
@@ -55,7 +55,7 @@ def own(dear):
 
 
 def test_a_shared_fixture_is_dear_for_each_test_that_uses_it(own, request):
-    """Whoever is first waits for it, so each of them would alone."""
+    """The first test waits for the fixture, and each test would be first if it ran alone."""
     item = request.node
     shared = f"fixture {HERE}::dear"
     assert shared in dict(item.user_properties)
@@ -75,7 +75,7 @@ def test_a_shared_fixture_is_dear_for_each_test_that_uses_it(own, request):
 
 
 def test_listed_tests_are_marked(tmp_path, monkeypatch):
-    """A line is a function, whole, or one of its cases; what is not listed stays as it is."""
+    """A line names a whole function or one of its cases; other tests are not marked."""
     path = tmp_path / "slow.txt"
     path.write_text("tests/a.py::one\ntests/a.py::two[x]\n", "utf-8")
     monkeypatch.setattr(slow_tests, "LIST", path)

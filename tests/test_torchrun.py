@@ -1,4 +1,4 @@
-"""Commands that torchrun has started in several processes: training, or none."""
+"""Commands that torchrun starts in several processes, for training or anything else."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OF_ONE = (
 
 @pytest.fixture
 def started_as(tmp_path, monkeypatch):
-    """Be one of torchrun's two processes, in an empty working directory."""
+    """Act as one of torchrun's two processes, in an empty working directory."""
     monkeypatch.chdir(tmp_path)
 
     def said(rank):
@@ -38,7 +38,7 @@ def started_as(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("command", OF_ONE, ids=" ".join)
 def test_the_first_process_refuses_what_one_does(started_as, tmp_path, capsys, command):
-    """Exit code 2, and nothing is made."""
+    """Exit code 2, and no file is created."""
     started_as(0)
     assert cli.main(command) == 2
     assert "torchrun started several processes for" in capsys.readouterr().err
@@ -52,7 +52,7 @@ def test_the_others_have_nothing_to_do_with_it(
     monkeypatch,
     command,
 ):
-    """Not a word: an error of theirs would end the first one before it has told why."""
+    """They print nothing: an error of theirs would end the first process before its message."""
     started_as(1)
     monkeypatch.setattr(
         coordinator, "follow_from_elsewhere", lambda _: pytest.fail("it would wait")
@@ -62,7 +62,7 @@ def test_the_others_have_nothing_to_do_with_it(
 
 
 def test_a_question_is_answered_once(started_as, capsys):
-    """By the first process."""
+    """The first process answers."""
     started_as(0)
     assert cli.main(["--version"]) == 0
     assert __version__ in capsys.readouterr().out
@@ -70,7 +70,7 @@ def test_a_question_is_answered_once(started_as, capsys):
 
 @pytest.mark.parametrize("command", [["trainer=ddp"], ["task=chat", "task=train"], ["resume=run"]])
 def test_the_others_of_a_training_run_follow(started_as, monkeypatch, command):
-    """What the first one goes on with is told by it."""
+    """The first process tells them how to continue."""
     started_as(1)
     seen = []
 
@@ -84,7 +84,7 @@ def test_the_others_of_a_training_run_follow(started_as, monkeypatch, command):
 
 
 def test_a_task_that_an_experiment_chooses_is_refused_as_well(started_as, tmp_path, capsys):
-    """Then the configuration says so, and torchrun ends the others with the first."""
+    """The composed configuration shows the task; torchrun then ends the other processes."""
     mine = tmp_path / "conf" / "experiment" / "mine.yaml"
     mine.parent.mkdir(parents=True)
     mine.write_text("# @package _global_\ndefaults:\n  - override /task: inspect\n  - _self_\n")
@@ -96,7 +96,7 @@ def test_a_task_that_an_experiment_chooses_is_refused_as_well(started_as, tmp_pa
 
 
 def test_torchrun_itself_ends_at_once(tmp_path):
-    """Both processes are real; the second would have waited for an hour."""
+    """With two real processes, of which the second would otherwise wait for an hour."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     ended = subprocess.run(
         [*torchrun, "-m", "mens_exp", "task=evaluate", "path=latest"],

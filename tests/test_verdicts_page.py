@@ -16,20 +16,20 @@ COMMANDS = re.findall(r"^    python -m mens_exp(.*)$", HOW_TO.read_text("utf-8")
 
 
 def test_the_page_has_its_commands():
-    """A sweep, four comparisons, and the three things that task=promote does."""
+    """A sweep, four comparisons, and the three uses of task=promote."""
     assert len(COMMANDS) == 8
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command_of_the_page_composes(command):
-    """Each is accepted as it stands, but for the digest that only a scorecard knows."""
+    """Each is valid as it stands, except for the digest that only a scorecard knows."""
     words = shlex.split(command.replace("SHA256", "ab" * 32))
     checked = check([word for word in words if word != "-m"], multirun="-m" in words)
     assert [str(problem) for problem in checked.problems] == []
 
 
 def test_the_figures_of_looks_are_those_of_the_benchmark():
-    """The last full run, row by row and schedule by schedule."""
+    """The table has the last full run's rates, by row and schedule."""
     results = ROOT / "benchmarks" / "results" / "looks.json"
     run = [one for one in json.loads(results.read_text("utf-8"))["runs"] if one["size"] == "full"][
         -1

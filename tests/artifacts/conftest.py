@@ -21,7 +21,7 @@ def golden():
 
 @pytest.fixture
 def manifest():
-    """A run that succeeded at its second attempt, with one unknown; golden/manifest_v1.json."""
+    """A run that succeeded on its second attempt, one value unknown; golden/manifest_v1.json."""
     return Manifest(
         run_id="20261120T055801_abcd1234",
         task="train",
@@ -59,7 +59,7 @@ def manifest():
 
 @pytest.fixture
 def scorecard():
-    """Two conditions over three items; golden/scorecard_v3.json."""
+    """A scorecard of two conditions over three items; golden/scorecard_v3.json."""
     return Scorecard(
         suite="heldout_syntax",
         suite_digest=SHA,
@@ -77,7 +77,7 @@ def scorecard():
 
 @pytest.fixture
 def adapter():
-    """Two layers of ranks 2 and 1; golden/adapters/v3."""
+    """An adapter of two layers, of ranks 2 and 1; golden/adapters/v3."""
     return AdapterManifest(
         adapter_method="qlora",
         quant={"base_quant": "nf4", "double_quant": True},
@@ -96,7 +96,7 @@ def adapter():
 
 @pytest.fixture
 def tensors():
-    """The two layers' matrices, deliberately out of order."""
+    """The matrices of both layers, deliberately out of order."""
     return {
         "l0.v.lora_b": np.array([[9.0], [8.0]], dtype=np.float32),
         "l0.q.lora_b": np.zeros((3, 2), dtype=np.float32),

@@ -17,7 +17,7 @@ def with_ours(adapter, **ours):
 
 
 def products(manifest, tensors):
-    """Each layer's delta by the definition, in f64."""
+    """Compute each layer's delta in float64, from the definition."""
     return {
         layer: scale * (B_OR.astype(np.float64) @ A_RI.astype(np.float64))
         for layer, (A_RI, B_OR, scale) in deltas(manifest, tensors).items()
@@ -25,7 +25,7 @@ def products(manifest, tensors):
 
 
 def test_a_layers_delta_is_its_matrices_and_its_scale(adapter, tensors):
-    """Alpha 4 over r 2 and over r 1, by hand; l0.v is [[9], [8]] @ [[1, 2, 3]] times 4."""
+    """By hand: alpha 4, r 2 and r 1; l0.v is [[9], [8]] @ [[1, 2, 3]] times 4."""
     found = deltas(adapter, tensors)
     assert list(found) == ["l0.q", "l0.v"]
     assert {layer: scale for layer, (_, _, scale) in found.items()} == {"l0.q": 2.0, "l0.v": 4.0}
@@ -43,7 +43,7 @@ def test_a_layers_delta_is_its_matrices_and_its_scale(adapter, tensors):
     ],
 )
 def test_in_portable_form_the_headers_scale_is_every_layers(adapter, tensors, ours):
-    """A reader that ignores mens_exp computes the same deltas, but for one rounding of B."""
+    """A reader that ignores `mens_exp` computes the same deltas, up to one rounding of B."""
     tensors["l0.q.lora_b"] = np.array([[1.5, -2], [0, 1], [3, 4]], np.float32)
     manifest = with_ours(adapter, **ours)
     light, folded = portable(manifest, tensors)
@@ -57,7 +57,7 @@ def test_in_portable_form_the_headers_scale_is_every_layers(adapter, tensors, ou
 
 
 def test_the_portable_form_of_a_portable_adapter_is_itself(adapter, tensors, tmp_path):
-    """Twice is once, and it can be written."""
+    """Converting a portable adapter again changes nothing, and the result can be written."""
     once = portable(with_ours(adapter, variant="rslora"), tensors)
     twice = portable(*once)
     assert twice[0] == once[0]
@@ -67,7 +67,7 @@ def test_the_portable_form_of_a_portable_adapter_is_itself(adapter, tensors, tmp
 
 
 def test_a_plain_adapter_is_portable_as_it_is(adapter, tensors):
-    """No byte of it changes."""
+    """Conversion leaves every byte of a plain adapter unchanged."""
     tensors = {name: values for name, values in tensors.items() if name.startswith("l0.q")}
     keys = {"l0.q": adapter.base_key_map["l0.q"]}
     plain = dataclasses.replace(adapter, layer_order=["l0.q"], base_key_map=keys, mens_exp=None)
@@ -79,13 +79,13 @@ def test_a_plain_adapter_is_portable_as_it_is(adapter, tensors):
 
 @pytest.mark.parametrize("function", [deltas, portable])
 def test_a_dora_is_no_delta(adapter, tensors, function):
-    """Its update depends on the weight that it changes; the way out is named."""
+    """The update depends on the base weight, so it is refused; the message suggests format=peft."""
     with pytest.raises(DataError, match=r"DoRA is not a delta.*format=peft"):
         function(with_ours(adapter, variant="dora"), tensors)
 
 
 def test_rslora_is_folded_by_the_root_of_its_rank(adapter, tensors):
-    """Alpha / sqrt(r) over alpha / r: sqrt 2 in l0.q; in l0.v 4 over the header's 4 / 2."""
+    """B is scaled by (alpha / sqrt(r)) / (alpha / r): sqrt 2 in l0.q; in l0.v, 4 over 4 / 2."""
     tensors["l0.q.lora_b"] = np.ones((3, 2), np.float32)
     _, folded = portable(with_ours(adapter, variant="rslora"), tensors)
     np.testing.assert_allclose(folded["l0.q.lora_b"], math.sqrt(2) * np.ones((3, 2)), rtol=1e-7)

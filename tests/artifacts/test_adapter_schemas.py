@@ -1,4 +1,4 @@
-"""The shipped JSON Schema files, against the writers, the readers and the committed adapters."""
+"""Check the shipped JSON Schemas against the writers, the readers and the committed adapters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mens_exp.errors import DataError, Problems
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "adapters"
 HEADERS = {"v2": "candle_qlora_adapter_meta.json", "v3": "adapter_manifest.json"}
-# What each refused header's message says; those marked True are wrong by the schema alone.
+# A part of each refused header's message; True means that the schema alone refuses it.
 REFUSED = {
     "v2_another_format": ("not an adapter header", True),
     "v2_another_rank": (r"mid0\.lora_a: wrong shape.*found \[2, 3\].*expected \[3, in\]", False),
@@ -77,20 +77,20 @@ def accepts(version, value):
 
 @pytest.mark.parametrize("version", ["v2", "v3"])
 def test_the_schema_is_a_schema(version):
-    """Of JSON Schema 2020-12."""
+    """Each file is valid JSON Schema 2020-12."""
     jsonschema.Draft202012Validator.check_schema(schema(version))
 
 
 @pytest.mark.parametrize("version", ["v2", "v3"])
 def test_the_committed_adapter_is_accepted(version):
-    """And read, with the tensors beside it."""
+    """The schema accepts its header, and the reader reads it with its tensors."""
     assert accepts(version, json.loads((GOLDEN / version / HEADERS[version]).read_text("utf-8")))
     read_adapter_directory(GOLDEN / version)
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_a_committed_header_is_refused(name):
-    """By the reader always, by the schema where the header alone is wrong."""
+    """The reader always refuses it; the schema does where the header alone is wrong."""
     version, (message, by_the_schema) = name[:2], REFUSED[name]
     path = GOLDEN / "refused" / f"{name}.json"
     (tensors,) = (GOLDEN / version).glob("*.safetensors")
@@ -100,12 +100,12 @@ def test_a_committed_header_is_refused(name):
 
 
 def test_every_committed_refusal_is_expected():
-    """None lies there unread."""
+    """Every header in golden/refused has an expected message in `REFUSED`."""
     assert {path.stem for path in (GOLDEN / "refused").iterdir()} == REFUSED.keys()
 
 
 def test_what_the_writers_write_is_accepted(adapter, tensors, tmp_path):
-    """Every key that a manifest can have, and every key of v2."""
+    """The schemas accept headers with every key of v3's `mens_exp`, and every key of v2."""
     ours = {
         "rank_pattern": {"l0.v": 1},
         "base_weights_sha256": "ab" * 32,
@@ -158,7 +158,7 @@ def test_what_the_writers_write_is_accepted(adapter, tensors, tmp_path):
     ],
 )
 def test_schema_and_record_have_the_same_keys(version, record, formats):
-    """Neither knows one that the other does not; the format names are the same."""
+    """The schema and the record declare the same keys and the same format names."""
     value = schema(version)
     assert set(value["properties"]) == {field.name for field in dataclasses.fields(record)}
     assert tuple(value["properties"]["format"]["enum"]) == formats

@@ -31,7 +31,7 @@ def copied(golden, target, **changes):
 
 
 def test_the_committed_adapter_is_read(golden):
-    """A proxy stack of one middle projection and the tied head; the figures of the seeds' test."""
+    """A proxy stack of one middle projection and a tied head; values of the seeds' test."""
     meta, tensors = read_adapter_v2(golden / "adapters" / "v2")
     assert meta == AdapterMeta(
         embed_key="wte.weight",
@@ -52,7 +52,7 @@ def test_the_committed_adapter_is_read(golden):
 
 
 def test_what_was_read_is_written_as_it_was(golden, tmp_path):
-    """Byte for byte, also by way of v3 on disk."""
+    """The bytes are the same, also after a round trip through v3 on disk."""
     there = golden / "adapters" / "v2"
     write_adapter_v2(tmp_path / "again", *read_adapter_v2(there))
     meta, tensors = read_adapter_v2(there)
@@ -65,20 +65,20 @@ def test_what_was_read_is_written_as_it_was(golden, tmp_path):
 
 
 def test_the_older_format_name_is_read_as_todays(golden, tmp_path):
-    """vox_populi_qlora_lora_only_v2."""
+    """Accept vox_populi_qlora_lora_only_v2 as the current format."""
     directory = copied(golden, tmp_path / "a", format="vox_populi_qlora_lora_only_v2")
     assert read_adapter_v2(directory)[0] == read_adapter_v2(golden / "adapters" / "v2")[0]
 
 
 @pytest.mark.parametrize("name", [None, "org/model"])
 def test_the_base_models_name_may_be_there(golden, tmp_path, name):
-    """Later writers of v2 put it down, as null too."""
+    """Later writers of v2 record it, possibly as null."""
     directory = copied(golden, tmp_path / "a", base_model=name)
     assert read_adapter_v2(directory)[0].base_model == name
 
 
 def test_lifted_it_is_qlora_on_nf4(golden):
-    """With double quantization, unless told otherwise; layers and sizes are the same."""
+    """Double quantization is the default; layers and sizes do not change."""
     meta, _ = read_adapter_v2(golden / "adapters" / "v2")
     manifest = lift(meta)
     assert manifest.adapter_method == "qlora"
@@ -91,18 +91,18 @@ def test_lifted_it_is_qlora_on_nf4(golden):
 
 @pytest.fixture
 def tied(golden):
-    """The committed v2 as a v3 that does not tell the embedding's key."""
+    """The committed v2 adapter as v3, without the key of the embedding."""
     manifest = lift(read_adapter_v2(golden / "adapters" / "v2")[0])
     return dataclasses.replace(manifest, mens_exp=None)
 
 
 def test_a_tied_head_tells_the_embeddings_key(tied):
-    """As the seeds' own conversion takes it."""
+    """The key of the head is the embedding's key, as in the seeds' own conversion."""
     assert lower(tied).embed_key == "wte.weight"
 
 
 def test_an_untied_head_does_not_tell_the_embeddings_key(tied):
-    """The caller does, or the conversion is refused."""
+    """The caller has to pass `embed_key`, or the conversion is refused."""
     keys = tied.base_key_map | {"lm_head": "lm_head.weight"}
     untied = dataclasses.replace(tied, base_key_map=keys)
     with pytest.raises(DataError, match="no key of the embedding table"):
@@ -122,14 +122,14 @@ def test_an_untied_head_does_not_tell_the_embeddings_key(tied):
     ],
 )
 def test_what_v2_has_no_word_for_is_refused(tied, ours, message):
-    """Each with what keeps it out and the formats that take it."""
+    """The message names what v2 cannot express and suggests another format."""
     with pytest.raises((DataError, Problems), match=message) as caught:
         lower(dataclasses.replace(tied, mens_exp=ours))
     assert "format=v3" in str(caught.value)
 
 
 def test_a_v2_is_no_v3_and_the_other_way_round(golden, tmp_path):
-    """A reader of one schema refuses the other's header."""
+    """The reader of each schema refuses a header of the other."""
     two, three = golden / "adapters" / "v2", golden / "adapters" / "v3"
     shutil.copy(three / "adapter_manifest.json", tmp_path / FILES[0])
     shutil.copy(two / FILES[1], tmp_path / FILES[1])
@@ -138,7 +138,7 @@ def test_a_v2_is_no_v3_and_the_other_way_round(golden, tmp_path):
 
 
 def test_a_directory_is_read_in_its_own_schema(golden):
-    """v2 comes lifted."""
+    """The schema is detected; a v2 adapter is returned as v3."""
     assert schema_in(golden / "adapters" / "v2") == "v2"
     assert schema_in(golden / "adapters" / "v3") == "v3"
     assert schema_in(golden) is None
@@ -156,7 +156,7 @@ def test_a_directory_is_read_in_its_own_schema(golden):
     ],
 )
 def test_two_files_of_any_names_are_told_by_their_format(golden, tmp_path, version, name, older):
-    """Today's format name or the older one, as merge takes them."""
+    """The format in the header decides: the current name or the older one, as in merge."""
     there = golden / "adapters" / version
     manifest, tensors = read_adapter_directory(there)
     header = json.loads((there / name).read_text("utf-8"))
@@ -170,7 +170,7 @@ def test_two_files_of_any_names_are_told_by_their_format(golden, tmp_path, versi
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"format": "peft"}'])
 def test_a_header_of_no_adapter_is_refused(golden, tmp_path, content):
-    """All four names are listed."""
+    """The message lists all four format names."""
     (tmp_path / "meta.json").write_text(content)
     weights = golden / "adapters" / "v2" / FILES[1]
     with pytest.raises(DataError, match=r"not an adapter header.*vox_populi_qlora_lora_only_v2"):
@@ -178,7 +178,7 @@ def test_a_header_of_no_adapter_is_refused(golden, tmp_path, content):
 
 
 def test_an_adapter_that_could_not_be_read_is_not_written(golden, tmp_path):
-    """A matrix too few, a rank that is not the matrices'; the directory stays empty."""
+    """A missing matrix or a wrong rank is refused, and the directory stays empty."""
     meta, tensors = read_adapter_v2(golden / "adapters" / "v2")
     with pytest.raises(MensError, match="wrong shape"):
         write_adapter_v2(tmp_path, dataclasses.replace(meta, rank=1), tensors)

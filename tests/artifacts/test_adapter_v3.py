@@ -34,7 +34,7 @@ def copied(golden, target, **changes):
 
 
 def test_the_committed_adapter_is_read(golden, adapter, tensors):
-    """Manifest and every matrix come back as they were meant."""
+    """The manifest and every matrix have the expected values."""
     manifest, read = read_adapter(golden / "adapters" / "v3")
     assert manifest == adapter
     assert read.keys() == tensors.keys()
@@ -43,7 +43,7 @@ def test_the_committed_adapter_is_read(golden, adapter, tensors):
 
 
 def test_an_adapter_is_written_as_committed(golden, adapter, tensors, tmp_path):
-    """Byte for byte, in whatever order and memory layout the matrices come."""
+    """The bytes are the golden ones, whatever the order and memory layout of the matrices."""
     for order in (sorted(tensors), sorted(tensors, reverse=True)):
         shuffled = {name: np.asfortranarray(tensors[name]) for name in order}
         write_adapter(tmp_path, adapter, shuffled)
@@ -54,21 +54,21 @@ def test_an_adapter_is_written_as_committed(golden, adapter, tensors, tmp_path):
 
 
 def test_optional_keys_are_absent_when_there_is_nothing_to_say(golden):
-    """The schema has no null in their place."""
+    """The schema does not allow null in their place."""
     value = json.loads((golden / "adapters" / "v3" / "adapter_manifest.json").read_text("utf-8"))
     assert "base_model" not in value
     assert "provenance" not in value
 
 
 def test_writing_leaves_other_files_alone(adapter, tensors, tmp_path):
-    """The PEFT view lies in the same directory."""
+    """A PEFT view in the same directory is kept."""
     (tmp_path / "peft").mkdir()
     write_adapter(tmp_path, adapter, tensors)
     assert (tmp_path / "peft").is_dir()
 
 
 def test_the_older_format_and_file_name_are_read_as_todays(golden, adapter, tmp_path):
-    """vox_populi_adapter in populi_adapter_manifest_v3.json."""
+    """Accept the format vox_populi_adapter in populi_adapter_manifest_v3.json."""
     directory = copied(golden, tmp_path / "a", format="vox_populi_adapter")
     old = directory / "populi_adapter_manifest_v3.json"
     (directory / "adapter_manifest.json").rename(old)
@@ -76,7 +76,7 @@ def test_the_older_format_and_file_name_are_read_as_todays(golden, adapter, tmp_
 
 
 def test_a_manifest_with_the_base_models_provenance_is_read(golden, tmp_path):
-    """The licence may be left out, as in the schema."""
+    """The licence is optional, as in the schema."""
     origin = {"base_family": "llama", "upstream_model_id": "x/y", "attribution_required": True}
     directory = copied(golden, tmp_path / "a", base_model="x/y", provenance=origin)
     assert read_adapter(directory)[0].provenance == origin
@@ -136,13 +136,13 @@ def test_a_manifest_with_the_base_models_provenance_is_read(golden, tmp_path):
     ],
 )
 def test_an_adapter_manifest_is_refused(golden, tmp_path, changes, message):
-    """Each wrong thing is named with its place."""
+    """The message names each problem with its dotted path."""
     with pytest.raises((DataError, Problems), match=message):
         read_adapter(copied(golden, tmp_path / "a", **changes))
 
 
 def test_problems_of_both_files_are_reported_together(golden, tmp_path):
-    """An alpha of zero in one, a matrix of another rank in the other."""
+    """An alpha of zero in the manifest and a wrong rank in the tensors give one error."""
     with pytest.raises(Problems) as caught:
         read_adapter(copied(golden, tmp_path / "a", alpha=0, rank=3))
     said = str(caught.value)
@@ -151,7 +151,7 @@ def test_problems_of_both_files_are_reported_together(golden, tmp_path):
 
 
 def test_a_file_that_notes_another_alpha_is_refused(golden, tmp_path, tensors):
-    """Safetensors' own notes, where a writer left some, agree with the header or are refused."""
+    """Metadata in the safetensors file, where present, has to agree with the manifest."""
     directory = copied(golden, tmp_path / "a")
     for alpha, refused in (("4", False), ("8", True)):
         content = save(tensors, metadata={"alpha": alpha, "rank": "2"})
@@ -165,7 +165,7 @@ def test_a_file_that_notes_another_alpha_is_refused(golden, tmp_path, tensors):
 
 @pytest.mark.parametrize("keep", [0, 4, 20, -1])
 def test_a_truncated_tensor_file_is_refused(golden, tmp_path, keep):
-    """Wherever it was cut, the message names the file."""
+    """The message names the file, wherever it was truncated."""
     directory = copied(golden, tmp_path / "a")
     path = directory / "adapter.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
@@ -174,7 +174,7 @@ def test_a_truncated_tensor_file_is_refused(golden, tmp_path, keep):
 
 
 def test_a_missing_tensor_file_is_refused(golden, tmp_path):
-    """The manifest alone is no adapter."""
+    """A manifest without tensors is not an adapter."""
     directory = copied(golden, tmp_path / "a")
     (directory / "adapter.safetensors").unlink()
     with pytest.raises(DataError, match=r"adapter\.safetensors"):
@@ -182,7 +182,7 @@ def test_a_missing_tensor_file_is_refused(golden, tmp_path):
 
 
 def test_a_missing_manifest_is_refused(golden, tmp_path):
-    """The tensors alone are no adapter."""
+    """Tensors without a manifest are not an adapter."""
     directory = copied(golden, tmp_path / "a")
     (directory / "adapter_manifest.json").unlink()
     with pytest.raises(DataError, match=r"adapter_manifest\.json: the file cannot be read"):
@@ -190,7 +190,7 @@ def test_a_missing_manifest_is_refused(golden, tmp_path):
 
 
 def test_tensors_of_another_type_are_refused_when_read(golden, tmp_path, tensors):
-    """bfloat16, which numpy has no type for, is named like any other."""
+    """bfloat16, which numpy does not support, is named like any other dtype."""
     directory = copied(golden, tmp_path / "a")
     whole = save({name: tensor.astype(np.float16) for name, tensor in tensors.items()})
     size = struct.unpack("<Q", whole[:8])[0]
@@ -219,7 +219,7 @@ def test_tensors_that_disagree_are_not_written(
     tensor,
     message,
 ):
-    """The directory stays empty."""
+    """Nothing is written to the directory."""
     tensors.pop(name, None)
     if tensor is not None:
         tensors[name] = tensor
@@ -229,7 +229,7 @@ def test_tensors_that_disagree_are_not_written(
 
 
 def test_the_rank_of_a_layer_is_its_own_or_the_adapters(adapter):
-    """The pattern names l0.v only."""
+    """`rank_pattern` sets the rank of l0.v only; l0.q has the adapter's."""
     assert (adapter.rank_of("l0.q"), adapter.rank_of("l0.v")) == (2, 1)
 
 
@@ -253,13 +253,13 @@ def with_ours(adapter, **ours):
     ],
 )
 def test_the_scale_of_a_layer_is_its_variant_s(adapter, ours, expected):
-    """By hand, of alpha 4, r 2 and r 1: alpha / r, or over its root; doubling changes nothing."""
+    """By hand, for alpha 4, r 2 and r 1: alpha / r or alpha / sqrt(r); doubling r has no effect."""
     manifest = with_ours(dataclasses.replace(adapter, alpha=4), **ours)
     assert {layer: manifest.scale_of(layer) for layer in manifest.layer_order} == expected
 
 
 def test_lengths_of_dora_are_written_and_read(adapter, tensors, tmp_path):
-    """One for each output, beside the matrices."""
+    """DoRA magnitudes, one for each output, are stored with the matrices."""
     manifest = with_ours(adapter, variant="dora")
     whole = tensors | {
         f"{layer}.lora_magnitude": np.ones(tensors[f"{layer}.lora_b"].shape[0], np.float32)
@@ -272,7 +272,7 @@ def test_lengths_of_dora_are_written_and_read(adapter, tensors, tmp_path):
 
 
 def test_lengths_of_another_number_are_refused(adapter, tensors, tmp_path):
-    """They are the rows of B."""
+    """Their number has to equal the rows of B."""
     manifest = with_ours(adapter, variant="dora")
     whole = tensors | {
         f"{layer}.lora_magnitude": np.ones(9, np.float32) for layer in manifest.layer_order
@@ -282,7 +282,7 @@ def test_lengths_of_another_number_are_refused(adapter, tensors, tmp_path):
 
 
 def test_lengths_without_dora_are_refused(adapter, tensors, tmp_path):
-    """A tensor that no reader would apply."""
+    """No reader would apply the magnitudes of an adapter that is not DoRA."""
     whole = tensors | {"l0.q.lora_magnitude": np.ones(4, np.float32)}
     with pytest.raises(MensError, match="a tensor does not belong to any layer"):
         write_adapter(tmp_path, adapter, whole)

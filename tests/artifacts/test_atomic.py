@@ -58,7 +58,7 @@ def dead_pid():
 
 
 def test_a_killed_writer_leaves_the_file_whole_old_or_whole_new(tmp_path):
-    """Twelve kills at different moments of a 4 MiB write never show a mixture or a part."""
+    """Twelve kills during a 4 MiB write never leave a partial or mixed file."""
     path, size = tmp_path / "file", 4 << 20
     path.write_bytes(b"o" * size)
     for attempt in range(12):
@@ -71,7 +71,7 @@ def test_a_killed_writer_leaves_the_file_whole_old_or_whole_new(tmp_path):
 def test_a_killed_writer_leaves_a_whole_directory_once_the_stale_is_cleared(
     tmp_path,
 ):
-    """A directory caught between its two moves is moved back; its files are all of one kind."""
+    """A directory left between its two renames is restored; its files are all old or all new."""
     path = tmp_path / "adapter"
     with atomic.directory(path) as new:
         for name in "xyz":
@@ -85,14 +85,14 @@ def test_a_killed_writer_leaves_a_whole_directory_once_the_stale_is_cleared(
 
 
 def test_a_write_makes_missing_parents_and_leaves_no_temporary(tmp_path):
-    """One file is all there is afterwards."""
+    """Nothing but the written file remains."""
     atomic.write_text(tmp_path / "a" / "b.txt", "é\n")
     assert (tmp_path / "a" / "b.txt").read_bytes() == b"\xc3\xa9\n"
     assert names_in(tmp_path / "a") == ["b.txt"]
 
 
 def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
-    """An fsync that fails leaves neither new content nor a temporary."""
+    """After a failing fsync, neither new content nor a temporary file remains."""
 
     def full(_):
         raise OSError(28, "No space left on device")
@@ -106,34 +106,34 @@ def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
 
 
 def test_a_written_file_gets_the_permissions_of_any_new_file(tmp_path):
-    """The temporary is not private, or the result would be."""
+    """The mode is the default for new files, not the private mode of a temporary file."""
     (tmp_path / "plain").write_bytes(b"")
     atomic.write_bytes(tmp_path / "atomic", b"")
     assert (tmp_path / "atomic").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
 def test_json_is_sorted_indented_and_ends_with_a_newline(tmp_path):
-    """The bytes are these, letters beyond ASCII as themselves."""
+    """The bytes are exactly these, with characters beyond ASCII unescaped."""
     atomic.write_json(tmp_path / "x.json", {"b": [1], "a": "é"})
     assert (tmp_path / "x.json").read_text("utf-8") == ('{\n  "a": "é",\n  "b": [\n    1\n  ]\n}\n')
 
 
 def test_json_keeps_a_lone_surrogate(tmp_path):
-    """An undecodable argument survives the round trip."""
+    """An argument that could not be decoded survives the round trip."""
     atomic.write_json(tmp_path / "x.json", ["\udc80"])
     assert json.loads((tmp_path / "x.json").read_bytes()) == ["\udc80"]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), object()])
 def test_json_refuses_what_it_cannot_say(tmp_path, value):
-    """The target is never made."""
+    """The target file is never created."""
     with pytest.raises(MensError, match="cannot be written as JSON"):
         atomic.write_json(tmp_path / "x.json", {"a": value})
     assert names_in(tmp_path) == []
 
 
 def test_a_directory_replaces_the_earlier_one_whole(tmp_path):
-    """A file that only the earlier one had is gone."""
+    """A file that only the earlier directory had is gone."""
     path = tmp_path / "adapter"
     for name in ("old", "new"):
         with atomic.directory(path) as temporary:
@@ -143,7 +143,7 @@ def test_a_directory_replaces_the_earlier_one_whole(tmp_path):
 
 
 def test_a_directory_block_that_raises_changes_nothing(tmp_path):
-    """The earlier directory stays and the temporary goes."""
+    """The earlier directory stays, and the temporary one is removed."""
     path = tmp_path / "adapter"
     with atomic.directory(path) as temporary:
         (temporary / "old").write_text("")
@@ -154,7 +154,7 @@ def test_a_directory_block_that_raises_changes_nothing(tmp_path):
 
 
 def test_a_directory_that_cannot_be_moved_in_puts_the_earlier_one_back(tmp_path, monkeypatch):
-    """The second of the two moves fails once; the first is undone."""
+    """When the second of the two renames fails, the first one is undone."""
     path = tmp_path / "adapter"
     path.mkdir()
     (path / "old").write_text("")
@@ -175,7 +175,7 @@ def test_a_directory_that_cannot_be_moved_in_puts_the_earlier_one_back(tmp_path,
 
 
 def test_stale_temporaries_of_dead_writers_go_and_those_of_live_ones_stay(tmp_path):
-    """This process lives; the other has ended."""
+    """The live writer is this process; the dead one has exited."""
     machine = atomic._machine()
     dead = tmp_path / f".m.json.{machine}-{dead_pid()}-00000000.tmp"
     live = tmp_path / f".m.json.{machine}-{os.getpid()}-00000000.tmp"
@@ -187,7 +187,7 @@ def test_stale_temporaries_of_dead_writers_go_and_those_of_live_ones_stay(tmp_pa
 
 
 def test_a_temporary_older_than_the_process_of_its_number_is_stale(tmp_path):
-    """The number was given out again since: the file is from 1970, this process is not."""
+    """A file of 1970 cannot belong to this process: its PID was reused."""
     path = tmp_path / f".m.json.{atomic._machine()}-{os.getpid()}-00000000.tmp"
     path.write_text("")
     os.utime(path, (0, 0))
@@ -195,7 +195,7 @@ def test_a_temporary_older_than_the_process_of_its_number_is_stale(tmp_path):
 
 
 def test_another_machines_temporary_is_stale_after_a_day(tmp_path):
-    """Its processes cannot be asked, so age decides."""
+    """Its processes cannot be checked from here, so the file's age decides."""
     young, old = (tmp_path / f".{name}.00000000-1-00000000.tmp" for name in ("young", "old"))
     young.write_text("")
     old.write_text("")
@@ -205,7 +205,7 @@ def test_another_machines_temporary_is_stale_after_a_day(tmp_path):
 
 
 def test_a_directory_left_between_its_two_moves_is_restored(tmp_path):
-    """The earlier directory was moved aside and its writer died before the next move."""
+    """The writer died after it had moved the earlier directory aside."""
     aside = tmp_path / f".adapter.{atomic._machine()}-{dead_pid()}-00000000.old"
     aside.mkdir()
     (aside / "file").write_text("")
@@ -215,7 +215,7 @@ def test_a_directory_left_between_its_two_moves_is_restored(tmp_path):
 
 
 def test_the_next_writer_removes_what_a_write_inside_of_a_write_left(tmp_path):
-    """A process ended while it replaced the directory that it was about to rename."""
+    """The process died while it replaced the directory that it was about to rename."""
     lines = (
         "import os, sys, pathlib",
         "from mens_exp.artifacts import atomic",
@@ -235,12 +235,12 @@ def test_the_next_writer_removes_what_a_write_inside_of_a_write_left(tmp_path):
 
 
 def test_nothing_is_stale_where_there_is_no_directory(tmp_path):
-    """A missing parent is no error."""
+    """A missing parent directory is no error."""
     assert atomic.remove_stale(tmp_path / "missing") == []
 
 
 def test_a_file_that_a_library_writes_appears_whole_or_not_at_all(tmp_path):
-    """It is written beside its target; a library that writes nothing leaves the earlier file."""
+    """It is written to a temporary path; if the library writes nothing, the earlier file stays."""
     target = tmp_path / "deep" / "x.bin"
     with atomic.file(target) as place:
         place.write_bytes(b"first")
@@ -253,7 +253,7 @@ def test_a_file_that_a_library_writes_appears_whole_or_not_at_all(tmp_path):
 
 
 def leave(parent, name, pid, kind="tmp"):
-    """Leave a directory with one file, as a writer does that was killed."""
+    """Leave a directory with one file, like a killed writer."""
     place = parent / f".{name}.{atomic._machine()}-{pid}-00000000.{kind}"
     place.mkdir()
     (place / "half").write_text("")
@@ -262,7 +262,7 @@ def leave(parent, name, pid, kind="tmp"):
 
 @pytest.mark.parametrize("way", [atomic.directory, atomic.stream, atomic.file])
 def test_the_next_writer_of_a_target_clears_what_a_dead_one_left(tmp_path, way):
-    """What a live process writes, and what belongs to another target, stays."""
+    """Files of a live writer, and those of another target, stay."""
     dead = leave(tmp_path, "model", dead_pid())
     alive, other = leave(tmp_path, "model", os.getpid()), leave(tmp_path, "adapter", dead_pid())
     with way(tmp_path / "model") as new:
@@ -274,7 +274,7 @@ def test_the_next_writer_of_a_target_clears_what_a_dead_one_left(tmp_path, way):
 
 
 def test_a_scratch_directory_goes_with_its_block_or_with_the_next_one(tmp_path):
-    """A killed process leaves its own; two at a time do not disturb each other."""
+    """A killed process leaves its directory behind; two live processes do not share one."""
     dead = leave(tmp_path, "scratch", dead_pid())
     with atomic.scratch(tmp_path) as one, atomic.scratch(tmp_path) as two:
         assert not dead.exists()

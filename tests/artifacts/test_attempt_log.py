@@ -9,7 +9,7 @@ from mens_exp.errors import DataError
 
 
 def test_each_begin_is_an_attempt(tmp_path):
-    """With its end, where somebody saw it; the next begin says that nobody did."""
+    """With its end, if one was recorded; if none was, the next begin closes it as killed."""
     log = AttemptLog(tmp_path / "batch" / "attempts_0.jsonl")
     assert log.attempts() == []
     log.began(7, 1.5, host="a", queue_id="12_0")
@@ -24,7 +24,7 @@ def test_each_begin_is_an_attempt(tmp_path):
 
 
 def test_a_torn_line_is_dropped_and_a_wrong_one_refused(tmp_path):
-    """The node may have died while it wrote; another form was not written by us."""
+    """A node may die in mid-write; a whole line of another form was not written by mens_exp."""
     path = tmp_path / "attempts.jsonl"
     log = AttemptLog(path)
     log.began(7, 1.5, host="a", queue_id=None)
@@ -38,7 +38,7 @@ def test_a_torn_line_is_dropped_and_a_wrong_one_refused(tmp_path):
 
 @pytest.mark.parametrize("torn", [b'{"event":"en', b'{"event":"began","pid'])
 def test_what_comes_after_a_torn_line_is_read(tmp_path, torn):
-    """The next start of the job writes on."""
+    """The job's next attempt appends after the torn line."""
     path = tmp_path / "attempts.jsonl"
     log = AttemptLog(path)
     log.began(7, 1.5, host="a", queue_id=None)
@@ -49,7 +49,7 @@ def test_what_comes_after_a_torn_line_is_read(tmp_path, torn):
 
 
 def test_an_end_whose_begin_was_torn_is_nobodys(tmp_path):
-    """There is no attempt that it could be of."""
+    """No recorded attempt can be assigned this end."""
     path = tmp_path / "attempts.jsonl"
     path.write_bytes(b'{"event":"beg')
     log = AttemptLog(path)
@@ -58,7 +58,7 @@ def test_an_end_whose_begin_was_torn_is_nobodys(tmp_path):
 
 
 def test_two_attempts_at_once_have_their_own_ends(tmp_path):
-    """Slurm lost the first and started the second; the first one ends while the second runs on."""
+    """Slurm lost the first job and started a second; the first one ends while the second runs."""
     path = tmp_path / "attempts.jsonl"
     first, second = AttemptLog(path), AttemptLog(path)
     first.began(7, 1.5, host="a", queue_id="12_0")
@@ -67,12 +67,12 @@ def test_two_attempts_at_once_have_their_own_ends(tmp_path):
     one, other = AttemptLog(path).attempts()
     assert (one["exit_code"], one["peak_rss_bytes"], one["why"]) == (0, 3, None)
     assert (other["ended_utc"], other["exit_code"]) == (None, None)
-    AttemptLog(path).ended(None, why="NODE_FAIL")  # by who did not start it: the last one
+    AttemptLog(path).ended(None, why="NODE_FAIL")  # of the last attempt
     assert [x["why"] for x in AttemptLog(path).attempts()] == [None, "NODE_FAIL"]
 
 
 def test_an_end_whose_own_begin_is_not_there_is_no_other_attempt_s(tmp_path):
-    """Its line was torn, and the line of the next attempt stands."""
+    """Its begin line was torn; the next attempt's begin must not be paired with it."""
     path = tmp_path / "attempts.jsonl"
     lost, other = AttemptLog(path), AttemptLog(path)
     lost.began(7, 1.5, host="a", queue_id=None)
@@ -84,7 +84,7 @@ def test_an_end_whose_own_begin_is_not_there_is_no_other_attempt_s(tmp_path):
 
 
 def test_attempts_that_write_at_once_lose_no_line(tmp_path):
-    """Each cuts off half a line of a dead writer, never half a line of a living one."""
+    """Each truncates a partial line of a dead writer, never one of a live writer."""
     path = tmp_path / "attempts.jsonl"
 
     def write(number):

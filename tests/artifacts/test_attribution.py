@@ -9,7 +9,7 @@ from mens_exp.errors import DataError, MensError, Problems
 
 
 def changed(golden, dotted, value):
-    """Return the committed record with one value changed; a number is a place in a list."""
+    """Return the committed record with one value changed; a number in the path is a list index."""
     record = json.loads((golden / "attribution_v1.json").read_text("utf-8"))
     *parents, last = dotted.split(".")
     node = record
@@ -20,7 +20,7 @@ def changed(golden, dotted, value):
 
 
 def test_the_committed_attribution_of_version_1_is_written_as_read(golden, tmp_path):
-    """Byte for byte; an unknown SQNR stays null."""
+    """The bytes are the same; an unknown SQNR stays null."""
     record = Attribution.read(golden / "attribution_v1.json")
     assert record.modules[1]["variants"]["nf4"]["sqnr_db"] is None
     record.write(tmp_path / "a.json")
@@ -44,14 +44,14 @@ def test_the_committed_attribution_of_version_1_is_written_as_read(golden, tmp_p
     ],
 )
 def test_an_attribution_is_refused(golden, tmp_path, dotted, value, message):
-    """Each wrong thing is named with its place."""
+    """The message names each problem with its path."""
     (tmp_path / "a.json").write_text(json.dumps(changed(golden, dotted, value)))
     with pytest.raises((DataError, Problems), match=message):
         Attribution.read(tmp_path / "a.json")
 
 
 def test_a_module_without_one_of_the_variants_is_refused(golden, tmp_path):
-    """A table of variants has no holes."""
+    """Every module needs an entry for every variant."""
     record = changed(golden, "version", 1)
     del record["modules"][1]["variants"]["nf4"]
     (tmp_path / "a.json").write_text(json.dumps(record))
@@ -60,7 +60,7 @@ def test_a_module_without_one_of_the_variants_is_refused(golden, tmp_path):
 
 
 def test_an_attribution_that_is_not_finite_is_not_written(golden, tmp_path):
-    """The file stays absent."""
+    """The file is not created."""
     record = Attribution.read(golden / "attribution_v1.json")
     record.modules[0]["kl"] = float("inf")
     with pytest.raises(MensError, match="kl"):

@@ -4,7 +4,7 @@ from mens_exp.artifacts.provenance import code_digest
 
 
 def test_only_code_counts(tmp_path):
-    """Neither compiled copies nor the config groups of an installed package change it."""
+    """Neither compiled files nor the config groups of an installed package change the digest."""
     (tmp_path / "a.py").write_text("x = 1\n")
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "b.py").write_text("y = 2\n")
@@ -21,5 +21,5 @@ def test_only_code_counts(tmp_path):
 
 
 def test_the_running_code_has_one():
-    """The same for two calls."""
+    """Two calls return the same digest."""
     assert code_digest() == code_digest()

@@ -1,4 +1,4 @@
-"""How often a process that starts looks for garbage."""
+"""Garbage-collection thresholds of a starting process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def put_back():
 
 
 def test_garbage_is_collected_rarely_until_tensors_take_memory():
-    """Then as before, and what was imported is no longer looked through."""
+    """Then the usual thresholds return, and imported objects are frozen."""
     before = gc.get_threshold()
     host.collect_rarely()
     assert gc.get_threshold()[0] > 10 * before[0]
@@ -29,7 +29,7 @@ def test_garbage_is_collected_rarely_until_tensors_take_memory():
 
 
 def test_a_process_that_is_not_ours_keeps_its_thresholds():
-    """A notebook's, of which nothing is frozen either."""
+    """In a notebook, thresholds stay and nothing is frozen."""
     gc.set_threshold(5_000, 7, 7)
     frozen = gc.get_freeze_count()
     host.collect_as_usual()

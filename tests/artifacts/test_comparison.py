@@ -1,4 +1,4 @@
-"""Records of older versions: the shipped comparison is of version 1."""
+"""Comparison records of older versions: the shipped comparison is version 1."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHIPPED = Path(__file__).parents[2] / "notebooks" / "records" / "comparison" / "
 
 
 def test_a_record_of_version_1_is_read_with_what_it_knew(tmp_path):
-    """One level for all, no ranges, a test of one look; written again it is of version 2."""
+    """One level, no MDE range, no sequential test; it is written again as version 2."""
     record = Comparison.read(SHIPPED)
     assert json.loads(SHIPPED.read_text("utf-8"))["version"] == 1
     kpi = record.contrasts[0]["kpis"][record.primary]
@@ -58,7 +58,7 @@ def has_a_number_for_notes(value):
     ],
 )
 def test_a_damaged_record_of_version_1_is_refused(tmp_path, damage):
-    """By name, and without a traceback."""
+    """The error is a `MensError`, not a traceback."""
     value = json.loads(SHIPPED.read_text("utf-8"))
     damage(value)
     path = tmp_path / "compare.json"

@@ -25,7 +25,7 @@ def record(**fields):
 
 
 def test_what_is_written_is_read_back(tmp_path):
-    """Null with its reason included."""
+    """A null value and its reason survive the round trip."""
     record().write(tmp_path / "r.json")
     assert CorpusReport.read(tmp_path / "r.json") == record()
 
@@ -39,13 +39,13 @@ def test_what_is_written_is_read_back(tmp_path):
     ],
 )
 def test_contradictions_are_not_written(tmp_path, fields, message):
-    """They could not be read back."""
+    """The reader would refuse such a report."""
     with pytest.raises(MensError, match=message):
         record(**fields).write(tmp_path / "r.json")
 
 
 def test_a_key_of_another_version_is_refused(tmp_path):
-    """Reading is strict."""
+    """The reader is strict about keys."""
     record().write(tmp_path / "r.json")
     text = (tmp_path / "r.json").read_text("utf-8").replace('"parse"', '"parsing"')
     (tmp_path / "r.json").write_text(text, "utf-8")

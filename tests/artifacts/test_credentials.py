@@ -1,4 +1,4 @@
-"""Credentials in records: what is masked, and what is left as it is."""
+"""Masking of credentials in records: what is masked, and what is left alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from mens_exp.artifacts.credentials import looks_like_one, screened
 
-# Put together here, so that no file holds anything that looks like a secret.
+# Built at run time, so that no file contains anything that looks like a secret.
 RANDOM = "q7Zp2Lk9Vx4Tn8Rw1Yb6"
 MARKED = "q7Zp!2Lk9Vx@4T#n8Rw%1Yb6"
 
@@ -18,7 +18,7 @@ MARKED = "q7Zp!2Lk9Vx@4T#n8Rw%1Yb6"
     [
         "https://user:" + "pw@host/path",
         "postgresql://admin:" + "hunter2@db:5432/runs",
-        "https://user:" + "p@" + RANDOM + "@host/path",  # not escaped, as people paste them
+        "https://user:" + "p@" + RANDOM + "@host/path",  # unescaped, as people paste it
         "https://user:" + RANDOM + "/" + RANDOM + "@host/path",
         "//user:" + RANDOM + "@host/path",
         "machine host login user password " + RANDOM,
@@ -48,7 +48,7 @@ MARKED = "q7Zp!2Lk9Vx@4T#n8Rw%1Yb6"
     ],
 )
 def test_a_credential_is_masked_wherever_it_stands(text):
-    """In a list, under a key, in the midst of other text; how long it was is told."""
+    """In a list, as a value and inside other text; the mask states the credential's length."""
     told = looks_like_one(text)
     assert told is not None
     assert "characters)" in told
@@ -72,7 +72,7 @@ def test_a_credential_is_masked_wherever_it_stands(text):
 
 @pytest.mark.parametrize("name", ["token", "api-key", "accessToken", "client.secret", "PASSWORD"])
 def test_a_random_value_under_a_name_of_a_secret_is_masked(name):
-    """The name is enough; under another it is an identifier."""
+    """The key's name decides; under another name the same value is an identifier."""
     assert RANDOM not in str(screened({name: RANDOM}))
     assert screened({"run_id": RANDOM}) == {"run_id": RANDOM}
 
@@ -97,7 +97,7 @@ def test_a_random_value_under_a_name_of_a_secret_is_masked(name):
     ],
 )
 def test_what_is_no_credential_is_left_as_it_is(value):
-    """Records keep their paths, hashes, ids and words."""
+    """Paths, hashes, ids and ordinary words in records stay unchanged."""
     assert looks_like_one(value) is None
     record = {"tokenizer_sha256": value, "base_model": value, "notes": [f"of {value}"]}
     assert screened(record) == record
@@ -105,13 +105,13 @@ def test_what_is_no_credential_is_left_as_it_is(value):
 
 @pytest.mark.parametrize("name", ["WANDB_API_KEY", "password", "client_secret"])
 def test_a_key_that_looks_like_a_hash_is_masked_beside_a_sure_name(name):
-    """W&B's keys had the form of a commit for years."""
+    """W&B's API keys looked like a commit hash for years."""
     key = hashlib.sha1(b"x", usedforsecurity=False).hexdigest()
     assert key not in str(screened([f"{name}={key}", {name: key}]))
 
 
 def test_a_content_hash_under_an_unsure_name_is_no_credential():
-    """Commits and digests are what records are made of."""
+    """Records consist of commits and digests, so an ambiguous name does not mask one."""
     for value in (hashlib.sha1(b"x", usedforsecurity=False).hexdigest(), "e" * 64):
         assert screened({"token": value, "key": f"token={value}"}) == {
             "token": value,
@@ -120,7 +120,7 @@ def test_a_content_hash_under_an_unsure_name_is_no_credential():
 
 
 def test_a_token_inside_a_password_is_masked_with_all_of_it():
-    """The two overlap, and what stands around the token is part of the password."""
+    """The whole password is masked, including the text around the token."""
     password = f"before-hf_{RANDOM * 2}-behind"
     safe = screened(f"https://user:{password}@host")
     assert "behind" not in safe
@@ -129,9 +129,9 @@ def test_a_token_inside_a_password_is_masked_with_all_of_it():
 
 
 def test_a_private_key_is_masked_to_its_end():
-    """Its first line alone says nothing; the lines below are the key."""
+    """The lines after the first one are the key itself, so they are masked too."""
     kind = "RSA PRIVATE" + " KEY-----"
     key = f"-----BEGIN {kind}\n{RANDOM}\n{RANDOM}\n-----END {kind}"
     assert RANDOM not in screened(f"{key}\nnext")
     assert screened(f"{key}\nnext").endswith("next")
-    assert RANDOM not in screened(key[:70])  # cut off
+    assert RANDOM not in screened(key[:70])  # truncated

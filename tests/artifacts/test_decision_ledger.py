@@ -1,4 +1,4 @@
-"""The ledger: it grows, and tells what was done to it."""
+"""The decision ledger: it is append-only, and tampering is detected."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def ledger(tmp_path):
 
 
 def test_absent_ledger_is_empty(tmp_path):
-    """Its first entry makes it."""
+    """The first entry creates the file."""
     assert read_ledger(tmp_path / "ledger.jsonl") == []
 
 
 def test_entries_are_chained(ledger):
-    """Each carries the digest of the one before; the first, of none."""
+    """Each entry carries the digest of the previous one; the first carries none."""
     entries = read_ledger(ledger)
     assert [entry["number"] for entry in entries] == [1, 2, 3]
     assert [entry["previous"] for entry in entries] == [
@@ -50,7 +50,7 @@ def test_entries_are_chained(ledger):
 
 
 def test_what_the_maker_sees_is_all_that_is_there(ledger):
-    """Under the lock; what it raises adds nothing."""
+    """The callback gets all entries, under the lock; if it raises, nothing is appended."""
 
     def refused(entries):
         assert len(entries) == 3
@@ -63,14 +63,14 @@ def test_what_the_maker_sees_is_all_that_is_there(ledger):
 
 
 def test_an_edited_line_is_refused_by_its_number(ledger):
-    """Whatever was edited of it."""
+    """Any edit of the line is detected."""
     ledger.write_bytes(ledger.read_bytes().replace(b'"two"', b'"too"'))
     with pytest.raises(DataError, match=r"jsonl:2: the entry was modified after it was written"):
         read_ledger(ledger)
 
 
 def test_an_edited_line_with_a_digest_of_its_own_breaks_the_chain(ledger):
-    """Hashing the edited entry anew does not hide it from the next one."""
+    """A new digest in the edited entry no longer matches the next entry's `previous`."""
     lines = ledger.read_text("utf-8").splitlines()
     entry = json.loads(lines[1])
     entry["cycle"]["seeds"] = [9]
@@ -83,7 +83,7 @@ def test_an_edited_line_with_a_digest_of_its_own_breaks_the_chain(ledger):
 
 @pytest.mark.parametrize("kept", [[1, 2], [0, 2], [1, 0, 2]], ids=["first", "middle", "swapped"])
 def test_dropped_and_swapped_lines_are_refused(ledger, kept):
-    """The chain has every entry, in its order."""
+    """The chain holds every entry, in order."""
     lines = ledger.read_text("utf-8").splitlines(keepends=True)
     ledger.write_text("".join(lines[number] for number in kept), encoding="utf-8")
     with pytest.raises(RequestError, match="does not follow"):
@@ -91,7 +91,7 @@ def test_dropped_and_swapped_lines_are_refused(ledger, kept):
 
 
 def test_a_torn_last_line_was_never_written(ledger):
-    """A writer died in the middle of it; the next entry stands in its place."""
+    """A writer died in mid-line; the next entry replaces the torn line."""
     whole = ledger.read_bytes()
     ledger.write_bytes(whole + b'{"format": "mens_exp_dec')
     assert len(read_ledger(ledger)) == 3
@@ -101,7 +101,7 @@ def test_a_torn_last_line_was_never_written(ledger):
 
 
 def test_a_key_that_nobody_knows_is_refused(ledger):
-    """As in any other record."""
+    """The reader is as strict as for other records."""
     ledger.write_bytes(ledger.read_bytes().replace(b'"number"', b'"numbr"', 1))
     with pytest.raises(RequestError, match="unknown key"):
         read_ledger(ledger)

@@ -1,4 +1,4 @@
-"""Regular expressions from files: `re` gives the answers, and nothing hangs."""
+"""Untrusted regular expressions: the results equal those of `re`, and nothing hangs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ATTACKS = {
 
 @pytest.fixture
 def brief(monkeypatch):
-    """Give patterns 0.3 seconds."""
+    """Limit matching to 0.3 seconds."""
     monkeypatch.setattr(untrusted_input, "_MOST_S", 0.3)
     untrusted_input._WORKER.end()
     yield
@@ -42,7 +42,7 @@ def brief(monkeypatch):
 
 @pytest.mark.parametrize("pattern", ATTACKS.values(), ids=ATTACKS)
 def test_a_pattern_that_takes_too_long_is_refused(pattern, brief):
-    """By name and place, and the next file's patterns are matched as before."""
+    """The message names file and pattern, and later patterns are still matched."""
     end = attack(pattern_matches, pattern, TEXT, "attack.json")
     assert end.how == "refused", end
     assert "attack.json: the regular expression takes too long" in end.message
@@ -51,14 +51,14 @@ def test_a_pattern_that_takes_too_long_is_refused(pattern, brief):
 
 
 def test_a_search_of_a_long_text_for_any_characters_is_limited(brief):
-    """A pattern without a repetition is tried at each place of the text."""
+    """Even a pattern without repetition is tried at every position of the text."""
     end = attack(pattern_searches, "." * 4_000 + "x", "a" * 400_000, "attack.json")
     assert end.how == "refused", end
     assert "attack.json: the regular expression takes too long" in end.message
 
 
 def test_patterns_of_a_file_share_their_time(brief):
-    """Many that each take nearly too long would be no better than one that does."""
+    """The time limit applies to a file: many slow patterns are as bad as one that hangs."""
     slow = "(a+)+$"
     begun = time.monotonic()
 
@@ -76,14 +76,14 @@ def test_patterns_of_a_file_share_their_time(brief):
 
 @pytest.mark.parametrize("pattern", ["(", "a{99999999999}", "(?i", "(" * 5_000, "[z-a]"])
 def test_what_is_no_pattern_is_told(pattern):
-    """Also where Python gives up with another error than its own for patterns."""
+    """An invalid pattern is reported even if Python raises another error than `re.error`."""
     assert pattern_problem(pattern, "x.json")
     with pytest.raises((re.error, OverflowError, RecursionError)):
         re.compile(pattern)
 
 
 def test_a_pattern_is_not_longer_than_any_real_one():
-    """Compiling takes time too."""
+    """Compiling a long pattern takes time too."""
     assert "100,000" in pattern_problem("a" * 100_001, "x.json")
 
 
@@ -94,7 +94,7 @@ TEXTS = ["q_proj", "model.layers.0.q_proj", "model.layers.0.q", "abc", "a\nc", "
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_answers_are_those_of_re(pattern):
-    """In this process or in the other one."""
+    """The oracle is `re`, whether matching runs in this process or in the worker."""
     assert pattern_problem(pattern, "x.json") is None
     for text in TEXTS:
         assert pattern_matches(pattern, text, "x.json") == bool(re.match(pattern, text))
@@ -102,7 +102,7 @@ def test_answers_are_those_of_re(pattern):
 
 
 def test_names_start_no_process(monkeypatch):
-    """What PEFT itself writes is matched at once."""
+    """Patterns as PEFT writes them are matched without a worker process."""
     monkeypatch.setattr(untrusted_input._Worker, "ask", None)
     assert pattern_matches(
         r"(.*\.)?(layers.0.self_attn.q_proj)$", "model.layers.0.self_attn.q_proj", "x"
@@ -129,7 +129,7 @@ def test_a_fork_has_a_process_of_its_own():
 
 
 def test_the_first_pattern_that_matches_is_told():
-    """Names are matched here and the others in the process; their order is that of the file."""
+    """The file's order decides, though plain names are matched here and the rest in the worker."""
     patterns = ["b", "[x]b", "a$", "[a]", "a", "(.*)"]
     for text in ("a", "b", "xb", "c", "ab", ""):
         expected = next((n for n, one in enumerate(patterns) if re.match(one, text)), None)
@@ -137,7 +137,7 @@ def test_the_first_pattern_that_matches_is_told():
 
 
 def test_a_file_of_many_patterns_is_one_question(monkeypatch):
-    """Three thousand patterns for each of sixteen modules took minutes, one question at a time."""
+    """Asking about each of 3,000 patterns separately, for 16 modules, took minutes."""
     asked = []
     real = untrusted_input._WORKER.ask
     monkeypatch.setattr(
@@ -153,7 +153,7 @@ def test_a_file_of_many_patterns_is_one_question(monkeypatch):
 
 
 def test_more_patterns_than_any_model_has_modules_are_refused():
-    """By their number, before any is compiled."""
+    """The file is refused by the number of patterns, before any is compiled."""
     with pytest.raises(DataError, match="too many patterns") as refused:
         pattern_problems(["[a]"] * 10_001, "most.json")
     assert refused.value.found == "10,001"

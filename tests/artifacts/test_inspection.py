@@ -1,4 +1,4 @@
-"""inspection.json: strict, and no outcome that its own values deny."""
+"""inspection.json is strict, and an outcome has to agree with its values."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def inspection(outcome, recorded, found):
     ],
 )
 def test_what_is_written_is_read_back(tmp_path, outcome, recorded, found):
-    """Every outcome with values that it is true of."""
+    """Each outcome is tried with values that agree with it."""
     written = inspection(outcome, recorded, found)
     written.write(tmp_path / "inspection.json")
     assert Inspection.read(tmp_path / "inspection.json") == written
@@ -53,7 +53,7 @@ def test_what_is_written_is_read_back(tmp_path, outcome, recorded, found):
     ("outcome", "recorded", "found"), [(Outcome.EQUAL, 1, 2), (Outcome.DIFFERS, 1, 1)]
 )
 def test_an_outcome_that_its_values_deny_is_not_written(tmp_path, outcome, recorded, found):
-    """Equal beside two values, different beside one."""
+    """EQUAL with two values or DIFFERS with one is refused."""
     with pytest.raises(MensError, match="contradicts the recorded values"):
         inspection(outcome, recorded, found).write(tmp_path / "inspection.json")
     assert not (tmp_path / "inspection.json").exists()
@@ -69,7 +69,7 @@ def test_an_outcome_that_its_values_deny_is_not_written(tmp_path, outcome, recor
     ],
 )
 def test_a_record_of_another_kind_is_refused(tmp_path, changes, message):
-    """A newer version, another format, an unknown key or value."""
+    """A newer version, another format, or an unknown key or value is refused."""
     path = tmp_path / "inspection.json"
     inspection(Outcome.EQUAL, 1, 1).write(path)
     path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | changes), "utf-8")
@@ -78,7 +78,7 @@ def test_a_record_of_another_kind_is_refused(tmp_path, changes, message):
 
 
 def test_a_record_of_version_1_is_read(tmp_path):
-    """Its checks named neither link nor record."""
+    """Its checks have neither `link` nor `of`."""
     path = tmp_path / "inspection.json"
     written = inspection(Outcome.EQUAL, 1, 1)
     written.write(path)

@@ -16,14 +16,14 @@ def damaged(golden, target, **changes):
 
 
 def test_the_committed_manifest_of_version_1_is_read(golden, manifest):
-    """Every field comes back as it was meant."""
+    """Every field has the expected value."""
     read = Manifest.read(golden / "manifest_v1.json")
     assert read == manifest
     assert read.status is Status.SUCCEEDED
 
 
 def test_a_manifest_is_written_as_committed(golden, manifest, tmp_path):
-    """Byte for byte."""
+    """The bytes are the golden ones."""
     manifest.write(tmp_path / "manifest.json")
     assert (tmp_path / "manifest.json").read_bytes() == (golden / "manifest_v1.json").read_bytes()
 
@@ -53,7 +53,7 @@ def test_a_manifest_is_written_as_committed(golden, manifest, tmp_path):
     ],
 )
 def test_a_manifest_is_refused(golden, tmp_path, changes, message):
-    """Each wrong thing is named with the file and the dotted place."""
+    """The message names each problem with the file and the dotted path."""
     path = damaged(golden, tmp_path / "manifest.json", **changes)
     with pytest.raises((DataError, Problems), match=message) as caught:
         Manifest.read(path)
@@ -62,7 +62,7 @@ def test_a_manifest_is_refused(golden, tmp_path, changes, message):
 
 
 def test_all_problems_of_a_manifest_are_reported_together(golden, tmp_path):
-    """Two wrong values, two lines."""
+    """Two wrong values give two lines."""
     path = damaged(golden, tmp_path / "manifest.json", seed=None, task=1)
     with pytest.raises(Problems) as caught:
         Manifest.read(path)
@@ -83,20 +83,20 @@ def test_all_problems_of_a_manifest_are_reported_together(golden, tmp_path):
     ],
 )
 def test_a_file_that_is_no_manifest_is_refused(tmp_path, content, message):
-    """It never becomes a record of defaults."""
+    """Such a file is never read as a record of defaults."""
     (tmp_path / "m.json").write_bytes(content)
     with pytest.raises((DataError, Problems), match=message):
         Manifest.read(tmp_path / "m.json")
 
 
 def test_a_missing_manifest_is_refused(tmp_path):
-    """The message names it."""
+    """The message names the file."""
     with pytest.raises(DataError, match=r"m\.json: the file cannot be read"):
         Manifest.read(tmp_path / "m.json")
 
 
 def test_what_could_not_be_read_back_is_not_written(tmp_path, manifest):
-    """A result that is not finite; the file stays absent."""
+    """A non-finite result is refused, and the file is not created."""
     manifest.results["steps"] = float("nan")
     with pytest.raises(MensError, match=r"results\.steps") as caught:
         manifest.write(tmp_path / "manifest.json")
@@ -105,12 +105,12 @@ def test_what_could_not_be_read_back_is_not_written(tmp_path, manifest):
 
 
 def test_the_time_is_written_in_utc_to_the_millisecond():
-    """The documented form."""
+    """The format is the documented one."""
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", utc_now())
 
 
 def test_a_manifest_from_before_there_were_contracts_is_read(golden, tmp_path):
-    """The key is absent there; what it meant was never written down."""
+    """The key is missing there, so the contract is read as None."""
     old = json.loads((golden / "manifest_v1.json").read_text("utf-8"))
     del old["contract"]
     path = tmp_path / "manifest.json"

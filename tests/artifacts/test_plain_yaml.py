@@ -1,4 +1,4 @@
-"""YAML from files: plain data, or an error of ours, in a moment."""
+"""Untrusted YAML files: plain data or a `MensError`, without delay."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mens_exp.layout.checkpoint_files import license_of
 
 
 def doubled(first, line, times=60):
-    """Write a chain of anchors, each of which holds the one before twice."""
+    """Write a chain of anchors, each of which contains the previous one twice."""
     lines = [f"a0: &a0 {first}"]
     lines += [f"a{n}: &a{n} " + line.replace("@", f"*a{n - 1}") for n in range(1, times)]
     return "\n".join(lines) + "\n"
@@ -54,7 +54,7 @@ WRONG = {
 
 @pytest.mark.parametrize("text", BOMBS.values(), ids=BOMBS)
 def test_what_is_small_in_the_file_and_large_in_memory_is_refused(text):
-    """Before anything is built of it."""
+    """The file is refused before any object is built."""
     end = attack(parse_yaml, text, "x.yaml")
     assert end.how == "refused", end
     assert end.message.startswith("x.yaml: the YAML is too large for a configuration")
@@ -64,21 +64,21 @@ def test_what_is_small_in_the_file_and_large_in_memory_is_refused(text):
     "value", [2**64 - 1, -(2**63), 1.5e300, "deadbeef" * 5, "1" * 8, "0" * 19 + "e5", "a1" * 32]
 )
 def test_numbers_of_64_bits_and_digests_are_read(value):
-    """As PyYAML itself reads them."""
+    """The values equal those of PyYAML."""
     text = f"a: {value}"
     assert parse_yaml(text, "x.yaml") == yaml.safe_load(text)
 
 
 @pytest.mark.parametrize("text", [*WRONG.values(), doubled("[x]", "[@, @")], ids=[*WRONG, "cut"])
 def test_what_is_no_yaml_is_an_error_of_ours(text):
-    """Also what PyYAML's constructors fail at with Python's own errors."""
+    """Includes files on which PyYAML's constructors raise Python's own errors."""
     with pytest.raises(DataError, match=r"^x\.yaml: is not valid YAML"):
         parse_yaml(text, "x.yaml")
 
 
 @pytest.mark.parametrize("text", ["a: &a [*a]", "a: &a {b: {<<: *a}}", "&a {b: *a}"])
 def test_a_value_that_contains_itself_is_refused(tmp_path, text):
-    """What walks over it would not end; a stored configuration is refused, too."""
+    """Walking such a value would never end; a stored configuration is refused, too."""
     with pytest.raises(DataError, match=r"^x\.yaml: a value contains itself · found \*a"):
         parse_yaml(text, "x.yaml")
     (tmp_path / "config.yaml").write_text(text)
@@ -87,7 +87,7 @@ def test_a_value_that_contains_itself_is_refused(tmp_path, text):
 
 
 def test_aliases_of_a_usual_size_stay():
-    """They are data like any others."""
+    """Ordinary use of aliases is accepted."""
     text = "a: &a {b: [1, 2.5, null, true, 2026-01-05]}\nc: *a\nd: {<<: *a, e: f}\n"
     held = [1, 2.5, None, True, dt.date(2026, 1, 5)]
     assert parse_yaml(text, "x.yaml") == {
@@ -101,7 +101,7 @@ def test_aliases_of_a_usual_size_stay():
 
 @pytest.mark.parametrize("text", BOMBS.values(), ids=BOMBS)
 def test_no_reader_takes_longer_over_a_bomb(text, tmp_path, monkeypatch):
-    """Configurations of runs, task files of the harness, model cards, files of ./conf."""
+    """Run configurations, the harness's task files, model cards and files of ./conf."""
     (tmp_path / "config.yaml").write_text(text, encoding="utf-8")
     (tmp_path / "README.md").write_text(f"---\n{text}\n---\n", encoding="utf-8")
     (tmp_path / "conf" / "logger").mkdir(parents=True)
@@ -127,7 +127,7 @@ def read_functions(directory):
 
 
 def test_task_files_that_include_each_other_are_read_once_each(tmp_path):
-    """Each of forty includes the next one twice."""
+    """Each of 40 files includes the next one twice."""
     for number in range(40):
         (tmp_path / f"t{number}.yaml").write_text(
             f"task: t{number}\ninclude: [t{number + 1}.yaml, t{number + 1}.yaml]\n"

@@ -36,7 +36,7 @@ def checkout(tmp_path):
 
 
 def test_a_clean_checkout_is_its_commit(checkout):
-    """The full hash, not dirty, nothing to digest; the working directory is the same checkout."""
+    """The full hash, not dirty, no diff digest; the workspace is the same checkout."""
     facts = collect(checkout, package=checkout / "package")
     assert facts["commit"] == git(checkout, "rev-parse", "HEAD")
     assert len(facts["commit"]) == 40
@@ -44,7 +44,7 @@ def test_a_clean_checkout_is_its_commit(checkout):
 
 
 def test_a_changed_file_and_a_new_one_make_different_dirty_digests(checkout):
-    """The digest tells two states of one commit apart."""
+    """The digest distinguishes two dirty states of one commit."""
     package = checkout / "package"
     (package / "code.py").write_text("x = 2\n")
     changed = collect(checkout, package=package)
@@ -56,7 +56,7 @@ def test_a_changed_file_and_a_new_one_make_different_dirty_digests(checkout):
 
 
 def test_rows_beside_the_code_are_no_change_of_it(checkout):
-    """A tutorial's rows and a directory of outputs, which nothing tracks."""
+    """Untracked files outside the package do not make the checkout dirty."""
     (checkout / "rows.jsonl").write_text("{}")
     (checkout / "tutorial").mkdir()
     (checkout / "tutorial" / "make.py").write_text("")
@@ -65,7 +65,7 @@ def test_rows_beside_the_code_are_no_change_of_it(checkout):
 
 
 def test_a_package_that_no_checkout_tracks_has_no_commit(checkout, tmp_path):
-    """An environment inside a repository is not its code; the repository is the workspace."""
+    """A virtual environment in a repository is not that repository's code, only its workspace."""
     site = checkout / "venv"
     site.mkdir()
     (site / "code.py").write_text("")
@@ -76,31 +76,31 @@ def test_a_package_that_no_checkout_tracks_has_no_commit(checkout, tmp_path):
 
 
 def test_a_machine_without_git_has_no_commit(checkout, tmp_path, monkeypatch):
-    """Unknown is null."""
+    """The commit is null."""
     monkeypatch.setenv("PATH", str(tmp_path))
     assert collect(checkout, package=checkout / "package")["commit"] is None
 
 
 def test_a_hooks_variables_do_not_name_another_repository(checkout, tmp_path, monkeypatch):
-    """GIT_DIR is set inside every hook."""
+    """Git sets GIT_DIR inside every hook."""
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere"))
     assert collect(checkout, package=checkout / "package")["commit"] is not None
 
 
 def test_only_the_declared_variables_are_kept_and_never_a_secret(tmp_path, monkeypatch):
-    """One of ours that is named like a secret is left out too."""
+    """A mens_exp variable with a name like a secret's is left out too."""
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     monkeypatch.setenv("MENS_EXP_CACHE", "c")
     monkeypatch.setenv("MENS_EXP_HUB_TOKEN", "hunter2")
     monkeypatch.setenv("WANDB_API_KEY", "hunter2")
     facts = collect(tmp_path)
     assert facts["environment"]["OMP_NUM_THREADS"] == "2"
-    assert "MENS_EXP_CACHE" not in facts["environment"]  # a path, and it changes no result
+    assert "MENS_EXP_CACHE" not in facts["environment"]  # a path, and no influence on results
     assert "hunter2" not in json.dumps(facts)
 
 
 def test_the_packages_are_our_dependencies():
-    """The list and pyproject.toml cannot drift apart."""
+    """The list matches the dependencies in pyproject.toml."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8"))
     declared = {re.split(r"[^\w-]", text)[0] for text in project["project"]["dependencies"]}
     assert declared <= set(PACKAGES)

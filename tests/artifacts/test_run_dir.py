@@ -16,7 +16,7 @@ def make_run(path, started_utc):
 
 
 def test_the_names_in_a_run_directory_are_the_documented_ones():
-    """Every name of the layout, spelled out."""
+    """Every name in the layout is spelled out."""
     run = RunDir(Path("r"))
     names = {
         run.manifest: "manifest.json",
@@ -43,7 +43,7 @@ def test_the_names_in_a_run_directory_are_the_documented_ones():
 
 
 def test_the_last_checkpoint_is_of_the_highest_step(tmp_path):
-    """Steps compare as numbers; other files do not count."""
+    """Steps compare as numbers, and other files do not count."""
     run = RunDir(tmp_path)
     run.checkpoints.mkdir()
     for step in (9, 100_000_000, 20):
@@ -53,7 +53,7 @@ def test_the_last_checkpoint_is_of_the_highest_step(tmp_path):
 
 
 def test_a_run_without_checkpoints_has_no_last_one(tmp_path):
-    """Neither without the directory nor with an empty one."""
+    """The directory may be missing or empty."""
     run = RunDir(tmp_path)
     assert run.last_checkpoint() is None
     run.checkpoints.mkdir()
@@ -61,7 +61,7 @@ def test_a_run_without_checkpoints_has_no_last_one(tmp_path):
 
 
 def test_latest_is_the_run_that_started_last(tmp_path):
-    """At any depth, by the record and not by the file's time; a damaged record is passed over."""
+    """At any depth, by the start time in the record, not by mtime; a damaged record is skipped."""
     outputs = tmp_path / "outputs"
     make_run(outputs / "train" / "b", "2026-11-20T05:58:01.123Z")
     newest = make_run(outputs / "train" / "sweep" / "1", "2026-11-21T00:00:00.000Z")
@@ -73,7 +73,7 @@ def test_latest_is_the_run_that_started_last(tmp_path):
 
 @pytest.mark.parametrize("name", ["tickets", "sweep/0_seed"])
 def test_a_run_that_hydra_put_elsewhere_is_known(tmp_path, name):
-    """hydra.run.dir=tickets, hydra.sweep.dir=sweep; neither others' files nor what is in a run."""
+    """hydra.run.dir or hydra.sweep.dir; other manifests and nested runs are ignored."""
     make_run(tmp_path / "outputs" / "train" / "b", "2026-11-20T05:58:01.123Z")
     newest = make_run(tmp_path / name, "2026-11-21T00:00:00.000Z")
     make_run(newest / "inside", "2026-11-23T00:00:00.000Z")
@@ -89,19 +89,19 @@ def test_a_run_that_hydra_put_elsewhere_is_known(tmp_path, name):
 
 
 def test_latest_is_refused_where_there_is_no_run(tmp_path):
-    """The message says what to do."""
+    """The message says what to do next."""
     with pytest.raises(RequestError, match=r"no run found.*Next: train one first"):
         resolve("latest", tmp_path)
 
 
 def test_a_directory_with_a_manifest_is_a_run(tmp_path):
-    """It need not lie under the outputs."""
+    """It need not be under outputs/."""
     path = make_run(tmp_path / "elsewhere", "")
     assert resolve(str(path), tmp_path / "here") == RunDir(path)
 
 
 def test_a_misspelt_run_is_refused_with_the_nearest(tmp_path):
-    """One wrong digit still finds the run that was meant."""
+    """A path with one wrong digit gets the intended run as a suggestion."""
     path = make_run(tmp_path / "outputs" / "train" / "20261120_abcd", "")
     with pytest.raises(RequestError) as caught:
         resolve(str(path.with_name("20261120_abce")), tmp_path)
@@ -110,7 +110,7 @@ def test_a_misspelt_run_is_refused_with_the_nearest(tmp_path):
 
 
 def test_a_directory_without_a_manifest_is_refused(tmp_path):
-    """With no run anywhere, it is said that one has to be trained first."""
+    """If there is no run at all, the message says to train one first."""
     with pytest.raises(RequestError, match=r"no manifest.json in this directory") as caught:
         resolve(str(tmp_path), tmp_path / "here")
     assert "there is none under" in str(caught.value)

@@ -14,7 +14,7 @@ from mens_exp.errors import RequestError
 
 
 def test_lock_is_there_inside_the_block_and_gone_after(tmp_path):
-    """The file lives exactly as long as the block."""
+    """The file exists only inside the block."""
     path = tmp_path / "run.lock"
     with run_lock(path):
         assert json.loads(path.read_text())["pid"] == os.getpid()
@@ -22,7 +22,7 @@ def test_lock_is_there_inside_the_block_and_gone_after(tmp_path):
 
 
 def test_second_holder_is_refused_and_named(tmp_path):
-    """A living holder keeps everybody else out, and keeps its lock."""
+    """A live holder keeps its lock, and the error names its process."""
     path = tmp_path / "run.lock"
     with (
         run_lock(path),
@@ -43,7 +43,7 @@ def test_second_holder_is_refused_and_named(tmp_path):
     ids=["torn", "pid-reused", "dead"],
 )
 def test_lock_of_a_dead_process_is_taken_over(tmp_path, content):
-    """A kill leaves a lock behind, and it stops nobody."""
+    """The lock file of a killed process blocks nobody."""
     path = tmp_path / "run.lock"
     path.write_bytes(content)
     with run_lock(path):
@@ -51,7 +51,7 @@ def test_lock_of_a_dead_process_is_taken_over(tmp_path, content):
 
 
 def test_lock_left_behind_is_that_of_a_killed_process_of_this_machine(tmp_path):
-    """Not that of a living one, and none whose process cannot be looked for."""
+    """Not for a live process, nor for one that cannot be checked from here."""
     path = tmp_path / "run.lock"
     assert not host.is_left_behind(path)
     with run_lock(path):
@@ -68,7 +68,7 @@ def test_lock_left_behind_is_that_of_a_killed_process_of_this_machine(tmp_path):
 
 
 def test_lock_is_released_when_the_block_fails(tmp_path):
-    """A failure inside the block leaves no lock."""
+    """An exception inside the block releases the lock."""
     path = tmp_path / "run.lock"
     with pytest.raises(ValueError, match="inside"), run_lock(path):
         raise ValueError("inside")
@@ -77,7 +77,7 @@ def test_lock_is_released_when_the_block_fails(tmp_path):
 
 @pytest.mark.skipif(os.name == "nt", reason="threads share the lock of Windows; run it on Linux")
 def test_of_two_that_find_a_dead_one_s_lock_only_one_takes_it(tmp_path, monkeypatch):
-    """Both look before either writes, if nothing keeps the second waiting."""
+    """Both read the dead holder's lock before either writes, unless the second is made to wait."""
     path = tmp_path / "run.lock"
     path.write_bytes(b'{"pid": 1, "st')
     both_looked = threading.Barrier(2)

@@ -50,26 +50,26 @@ EVENT_OF_1 = {
 
 
 def test_the_committed_scorecard_of_version_1_is_read(golden, scorecard):
-    """It measured greedy answers, each once, and ran nothing."""
+    """Version 1 scored one greedy answer per item and ran no code."""
     assert Scorecard.read(golden / "scorecard_v1.json") == replace(
         scorecard, metrics={}, declared={}
     )
 
 
 def test_the_committed_scorecard_of_version_2_is_read(golden, scorecard):
-    """It had no metrics of the user's."""
+    """Version 2 had no user-defined metrics."""
     assert Scorecard.read(golden / "scorecard_v2.json") == replace(
         scorecard, metrics={}, declared={}
     )
 
 
 def test_the_committed_scorecard_of_version_3_is_read(golden, scorecard):
-    """Every field comes back as it was meant."""
+    """Every field has the expected value."""
     assert Scorecard.read(golden / "scorecard_v3.json") == scorecard
 
 
 def test_a_scorecard_is_written_as_committed(golden, scorecard, tmp_path):
-    """Byte for byte."""
+    """The bytes are the golden ones."""
     scorecard.write(tmp_path / "s.json")
     assert (tmp_path / "s.json").read_bytes() == (golden / "scorecard_v3.json").read_bytes()
 
@@ -87,7 +87,7 @@ def test_a_scorecard_is_written_as_committed(golden, scorecard, tmp_path):
     ],
 )
 def test_a_scorecard_is_refused(golden, tmp_path, changes, message):
-    """Each wrong thing is named with its place."""
+    """The message names each problem with its path."""
     value = json.loads((golden / "scorecard_v3.json").read_text("utf-8"))
     (tmp_path / "s.json").write_text(json.dumps(value | changes))
     with pytest.raises((DataError, Problems), match=message):
@@ -95,14 +95,14 @@ def test_a_scorecard_is_refused(golden, tmp_path, changes, message):
 
 
 def test_a_scorecard_with_a_rate_that_is_not_finite_is_not_written(tmp_path, scorecard):
-    """A mean over no items is unknown, not NaN."""
+    """A mean over no items has to be null, not NaN."""
     scorecard.conditions["base"]["parse_rate"] = float("nan")
     with pytest.raises(MensError, match=r"conditions\.base\.parse_rate"):
         scorecard.write(tmp_path / "s.json")
 
 
 def test_item_events_come_back_as_written(tmp_path):
-    """One line each, though the completion holds a line separator."""
+    """Each event is one line, even if the completion contains a line separator."""
     path = tmp_path / "events.jsonl"
     tuned = {**EVENT, "condition": Condition.TUNED, "error": None}
     write_item_events(path, [EVENT, tuned])
@@ -122,7 +122,7 @@ def test_item_events_come_back_as_written(tmp_path):
     ],
 )
 def test_an_item_event_is_refused_with_its_line(tmp_path, line, message):
-    """A torn last line is no exception: this file is written whole."""
+    """Even a torn last line: the file is written atomically."""
     path = tmp_path / "events.jsonl"
     path.write_text(json.dumps(EVENT) + "\n" + line)
     with pytest.raises((DataError, Problems), match=message) as caught:
@@ -131,7 +131,7 @@ def test_an_item_event_is_refused_with_its_line(tmp_path, line, message):
 
 
 def test_an_item_event_of_version_1_is_read(tmp_path):
-    """What it did not record is null and says so; what it did comes back."""
+    """Values that it did not record are null with a reason; the others are kept."""
     path = tmp_path / "events.jsonl"
     broken = {**EVENT_OF_1, "parses": False, "error": "SyntaxError: f"}
     path.write_text("".join(json.dumps(one) + "\n" for one in (EVENT_OF_1, broken)))
@@ -148,7 +148,7 @@ def test_an_item_event_of_version_1_is_read(tmp_path):
 
 
 def test_an_item_event_of_version_2_is_read_without_its_style(tmp_path):
-    """It says that nobody recorded it; whatever else is missing is still refused."""
+    """A missing `style` becomes null with a reason; any other missing key is refused."""
     path = tmp_path / "events.jsonl"
     old = {name: value for name, value in EVENT.items() if name != "style"} | {"version": 2}
     path.write_text(json.dumps(old) + "\n")
@@ -166,7 +166,7 @@ def test_an_item_event_of_version_2_is_read_without_its_style(tmp_path):
 
 
 def test_a_wrong_item_event_is_not_written(tmp_path):
-    """The file stays absent."""
+    """The file is not created."""
     wrong = {**EVENT, "attempts": None}
     with pytest.raises(MensError, match="attempts"):
         write_item_events(tmp_path / "events.jsonl", [wrong])

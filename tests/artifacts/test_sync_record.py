@@ -1,4 +1,4 @@
-"""sync.json: one entry for each destination, the latest word of each."""
+"""sync.json holds the latest outcome for each destination."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HERE, THERE = Destination("http://w", None, "lab"), Destination("http://w", "us"
 
 
 def test_what_was_noted_is_read_back(tmp_path):
-    """A failure is no delivery, and says why."""
+    """A failure is not a delivery, and keeps its reason."""
     note_delivery(tmp_path / "sync.json", HERE, why="it does not answer")
     found = delivery_at(tmp_path / "sync.json", HERE)
     assert found is not None
@@ -19,7 +19,7 @@ def test_what_was_noted_is_read_back(tmp_path):
 
 
 def test_a_later_word_takes_the_place_of_an_earlier_one(tmp_path):
-    """And leaves other destinations alone."""
+    """Entries of other destinations stay."""
     path = tmp_path / "sync.json"
     note_delivery(path, HERE, why="refused")
     note_delivery(path, THERE, why="refused")
@@ -31,14 +31,14 @@ def test_a_later_word_takes_the_place_of_an_earlier_one(tmp_path):
 
 
 def test_nothing_was_sent_where_nothing_is_noted(tmp_path):
-    """Neither without a record, nor to another destination."""
+    """Without a record, or with one of another destination only."""
     assert delivery_at(tmp_path / "sync.json", HERE) is None
     note_delivery(tmp_path / "sync.json", HERE, digest="d" * 64)
     assert delivery_at(tmp_path / "sync.json", THERE) is None
 
 
 def test_a_damaged_record_is_refused(tmp_path):
-    """Nothing is sent twice because a file could not be read."""
+    """A damaged record must not cause a second delivery."""
     (tmp_path / "sync.json").write_text("{", encoding="utf-8")
     with pytest.raises(DataError, match=r"sync\.json"):
         delivery_at(tmp_path / "sync.json", HERE)

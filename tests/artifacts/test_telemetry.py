@@ -33,7 +33,7 @@ def summary(path):
 
 
 def test_an_event_is_one_line_with_milliseconds(path):
-    """The bytes are on disk before the file is closed."""
+    """The line reaches the disk before the file is closed."""
     telemetry = Telemetry(path, clock=lambda: 1.2345)
     telemetry.emit("step", {"step": 1, "train/loss": 0.5})
     assert path.read_bytes() == (
@@ -53,14 +53,14 @@ def test_an_event_is_one_line_with_milliseconds(path):
     ],
 )
 def test_an_event_is_refused(path, event, payload, message):
-    """Nothing of it is written."""
+    """Nothing of a refused event is written."""
     with Telemetry(path) as telemetry, pytest.raises(MensError, match=message):
         telemetry.emit(event, payload)
     assert path.read_bytes() == b""
 
 
 def test_closing_twice_is_no_error_and_emitting_afterwards_is(path):
-    """A double teardown passes; a late event does not vanish silently."""
+    """A double teardown is allowed, but a late event must not be lost silently."""
     telemetry = Telemetry(path)
     telemetry.close()
     telemetry.close()
@@ -69,7 +69,7 @@ def test_closing_twice_is_no_error_and_emitting_afterwards_is(path):
 
 
 def test_a_subscriber_gets_every_later_event(path):
-    """The one before it came is not replayed."""
+    """Earlier events are not replayed."""
     seen = []
     with Telemetry(path, clock=lambda: 2.0) as telemetry:
         telemetry.emit("plan", {})
@@ -79,7 +79,7 @@ def test_a_subscriber_gets_every_later_event(path):
 
 
 def test_a_subscriber_that_raises_is_dropped_and_recorded(path):
-    """The other one gets the event and the news of the failure, and training goes on."""
+    """The other subscriber gets the event and a warning, and training continues."""
     seen = []
     calls = []
 
@@ -98,7 +98,7 @@ def test_a_subscriber_that_raises_is_dropped_and_recorded(path):
 
 
 def test_a_torn_last_line_is_left_out(path):
-    """A killed writer leaves half an event; the rest is read."""
+    """A killed writer leaves a partial event; the events before it are read."""
     emit_all(path, ("step", {"step": 1}))
     with path.open("ab") as file:
         file.write(b'{"event":"st')
@@ -106,7 +106,7 @@ def test_a_torn_last_line_is_left_out(path):
 
 
 def test_reopening_cuts_a_torn_last_line_off(path):
-    """The next event does not continue the half one."""
+    """The next event starts on a line of its own."""
     emit_all(path, ("step", {"step": 1}))
     with path.open("ab") as file:
         file.write(b'{"event":"st')
@@ -136,13 +136,13 @@ def test_a_broken_line_elsewhere_is_refused_with_its_number(path, line, message)
 
 
 def test_a_missing_file_is_refused(path):
-    """Reading says which."""
+    """The message names the file."""
     with pytest.raises(DataError, match=r"telemetry\.jsonl: the file cannot be read"):
         read_events(path)
 
 
 def test_rewinding_keeps_what_came_up_to_the_checkpoint(path):
-    """Later steps, and the end of an attempt that is continued, are forgotten."""
+    """Later steps, and the end of the attempt to be continued, are removed."""
     emit_all(
         path,
         ("plan", {}),
@@ -158,7 +158,7 @@ def test_rewinding_keeps_what_came_up_to_the_checkpoint(path):
 
 
 def test_rewinding_without_the_checkpoints_event_goes_by_step(path):
-    """Events of no step stay, ends do not."""
+    """Events without a step are kept, except the events that end an attempt."""
     emit_all(
         path,
         ("plan", {}),
@@ -179,7 +179,7 @@ def test_rewinding_what_is_not_there_does_nothing(path):
 
 
 def test_a_file_that_grows_is_read_by_whole_lines(tmp_path):
-    """What was read is not read again, and half a line waits for its end."""
+    """No line is read twice, and a partial line is read once it is complete."""
     path = tmp_path / "telemetry.jsonl"
     assert events_after(path, 0) == ([], 0)
     path.write_bytes(b'{"ts_ms":1,"event":"step","payload":{}}\n{"ts_ms":2,')
@@ -193,7 +193,7 @@ def test_a_file_that_grows_is_read_by_whole_lines(tmp_path):
 
 
 class Filling(io.FileIO):
-    """A file that takes half of what it is given, and nothing more once `room` is used up."""
+    """A file that accepts half of each write, and nothing once `room` is used up."""
 
     room = 10**6
 
@@ -206,7 +206,7 @@ class Filling(io.FileIO):
 
 
 def test_a_line_that_is_written_in_parts_is_whole(tmp_path):
-    """A short write is no error of the system's, so that the rest has to be written too."""
+    """A short write raises no error, so the rest has to be written as well."""
     with Telemetry(tmp_path / "t.jsonl") as telemetry:
         telemetry._file.close()
         telemetry._file = Filling(tmp_path / "t.jsonl", "ab")
@@ -216,7 +216,7 @@ def test_a_line_that_is_written_in_parts_is_whole(tmp_path):
 
 
 def test_a_line_that_a_full_disk_cut_is_taken_back(tmp_path):
-    """What is written once there is room again stands on a line of its own."""
+    """The partial line is removed, so a later event starts on a line of its own."""
     with Telemetry(tmp_path / "t.jsonl") as telemetry:
         telemetry._file.close()
         telemetry._file = file = Filling(tmp_path / "t.jsonl", "ab")
@@ -230,7 +230,7 @@ def test_a_line_that_a_full_disk_cut_is_taken_back(tmp_path):
 
 
 def test_a_metric_of_the_users_is_declared_before_its_first_value(path):
-    """Once in each file: its readers may lack the code that declares it."""
+    """Once per file, since a reader may lack the code that declares the metric."""
     declares("probe/x", unit="nats", direction="min", reduction="min")(object)
     own_metric("bare")
     with Telemetry(path) as telemetry:
@@ -260,6 +260,6 @@ def test_a_metric_of_the_users_is_declared_before_its_first_value(path):
 
 
 def test_a_file_without_metrics_of_the_users_has_no_results_of_them(path):
-    """Ours are not among them."""
+    """Built-in metrics do not count."""
     emit_all(path, ("step", {"step": 1, "train/loss": 0.5}))
     assert own_results(path) == ({}, {})

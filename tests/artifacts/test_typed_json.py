@@ -22,7 +22,7 @@ from mens_exp.errors import DataError, expected_name, nearest
     ],
 )
 def test_a_value_of_the_declared_type_has_no_problem(value, hint):
-    """An integer is a number too."""
+    """An integer is accepted where a number is expected."""
     assert check_type(value, hint, "f") == []
 
 
@@ -42,18 +42,18 @@ def test_a_value_of_the_declared_type_has_no_problem(value, hint):
     ],
 )
 def test_a_value_of_another_type_has_one_problem(value, hint):
-    """True is no number, whatever Python says."""
+    """True is not a number, although Python's bool is an int."""
     assert len(check_type(value, hint, "f")) == 1
 
 
 def test_json_nested_without_end_is_refused():
-    """A hostile file is an error, not a crash."""
+    """A hostile file raises `DataError` instead of a crash."""
     with pytest.raises(DataError, match="not JSON"):
         parse_json(b"[" * 200_000, "f")
 
 
 def test_the_nearest_name_is_the_one_most_alike():
-    """And none when nothing is alike."""
+    """None if no name is similar."""
     assert nearest("alhpa", ["alpha", "rank"]) == "alpha"
     assert nearest("zzz", ["alpha", "rank"]) is None
 
@@ -65,7 +65,7 @@ def test_all_names_are_offered_when_none_is_alike():
 
 
 def test_repeated_keys_are_found_in_time():
-    """Among as many as a file may hold; comparing each with all others takes hours."""
+    """200,000 keys; comparing each with all the others would take hours."""
     text = b"{" + b"".join(b'"%d":1,' % n for n in range(200_000)) + b'"199999":2}'
     with pytest.raises(DataError, match="'199999' twice"):
         parse_json(text, "x.json")
@@ -73,6 +73,6 @@ def test_repeated_keys_are_found_in_time():
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "9" * 5_000])
 def test_json_beyond_the_limits_of_python_is_refused(text):
-    """Nesting, and digits of a number."""
+    """Too deep nesting, or a number of too many digits."""
     with pytest.raises(DataError, match=r"^x\.json: not JSON"):
         parse_json(text.encode(), "x.json")

@@ -1,4 +1,4 @@
-"""validation.jsonl, written and read back, and what it refuses."""
+"""Reading and writing validation.jsonl, and what the reader refuses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_lines_are_read_as_they_were_written(tmp_path):
     ],
 )
 def test_a_line_that_no_validation_writes_is_refused_by_its_place(tmp_path, line, reason):
-    """The second line of two."""
+    """The message names the second of two lines."""
     path = tmp_path / "validation.jsonl"
     path.write_text(f"{json.dumps(LINE)}\n{json.dumps(line)}\n", "utf-8")
     with pytest.raises(MensError) as refused:

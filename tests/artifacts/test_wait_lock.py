@@ -17,7 +17,7 @@ def _hold(path, has_it):
 
 
 def test_a_second_one_waits_until_the_first_is_done(tmp_path):
-    """Eight threads add to a number that they read before and write after a pause."""
+    """Eight threads increment a number, with a pause between read and write."""
     path = tmp_path / "lock"
     number = [0]
 
@@ -37,7 +37,7 @@ def test_a_second_one_waits_until_the_first_is_done(tmp_path):
 
 
 def test_a_failure_lets_go(tmp_path):
-    """The next one does not wait for it."""
+    """The next one can take the lock after an exception."""
     with pytest.raises(KeyError), file_lock(tmp_path / "lock"):
         raise KeyError
     with file_lock(tmp_path / "lock"):
@@ -45,7 +45,7 @@ def test_a_failure_lets_go(tmp_path):
 
 
 def test_a_killed_holder_lets_go(tmp_path):
-    """The kernel holds the lock, and the file that stays behind is nobody's."""
+    """The kernel releases the lock; the remaining file blocks nobody."""
     context = multiprocessing.get_context("spawn")
     has_it = context.Event()
     holder = context.Process(target=_hold, args=(tmp_path / "lock", has_it))

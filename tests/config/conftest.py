@@ -41,13 +41,13 @@ NEEDS = {
 }
 
 
-# Options of these set values of other groups, or go with few of them; the rest share compositions.
+# These options set values of other groups or go with few of them; the rest share compositions.
 ALONE = ("backend", "callbacks", "experiment", "preset")
 
 
 @pytest.fixture(scope="session")
 def combined():
-    """Compose so often that each option is chosen once, with the values that it requires."""
+    """Compose the fewest configurations that choose every option once, with its required values."""
     options = {group: names for group, names in group_options().items() if group not in ALONE}
     cells = []
     for number in range(max(map(len, options.values()))):
@@ -60,7 +60,7 @@ def combined():
 
 @pytest.fixture(scope="session")
 def nodes(combined):
-    """Return what each option puts under its group; those of `preset` and `experiment`, nothing."""
+    """Return the node that each option puts under its group; `preset` and `experiment` put none."""
     options = group_options()
     found = {(group, name): {} for group, names in options.items() for name in names}
     blocks = compose([[f"callbacks=[{','.join(options['callbacks'])}]"]])[0].values.callbacks
@@ -78,7 +78,7 @@ def nodes(combined):
 
 @pytest.fixture(scope="session")
 def option():
-    """Compose one option with the values it requires; once for all tests, so do not change it."""
+    """Compose one option with its required values, once for all tests; do not change the result."""
 
     @functools.cache
     def composed(override):

@@ -1,4 +1,4 @@
-"""Adapter methods answer for themselves: nothing outside of their table asks which one it is."""
+"""Only the table of adapter methods asks which method or initialization is in use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DECLARES = "config/lora.py"
 
 
 def is_member(node):
-    """Tell whether an expression is a member of one of the two enumerations, by its name."""
+    """Tell whether an expression is a member of one of the two enums, by name."""
     owner = node.value if isinstance(node, ast.Attribute) else None
     return isinstance(owner, ast.Name) and owner.id in ENUMS and not node.attr.startswith("_")
 
@@ -30,10 +30,10 @@ def asks(node):
 
 
 def questions(source):
-    """Return the lines that name a member of the enumerations, or compare with a name of theirs."""
+    """Return the lines that use an enum member or compare with one of its names."""
     found = set()
     if not any(word in source for word in ("variant", "init", *ENUMS, *NAMES)):
-        return []  # to parse every file takes seconds
+        return []  # parsing every file takes seconds
     for node in ast.walk(ast.parse(source)):
         if is_member(node):
             found.add(node.lineno)
@@ -51,7 +51,7 @@ def questions(source):
 
 
 def test_nothing_outside_asks_which_method_or_initialization_it_is():
-    """An answer that depends on it is an attribute or a method of its own."""
+    """Anything that depends on the method is an attribute or a method of it."""
     asked = {
         f"{file}:{line}"
         for path in sorted(SOURCE.rglob("*.py"))
@@ -73,7 +73,7 @@ def test_nothing_outside_asks_which_method_or_initialization_it_is():
     ],
 )
 def test_a_question_is_found(question):
-    """The count sees members, and names in comparisons."""
+    """The check finds enum members and comparisons with names."""
     assert questions(question) == [1]
 
 
@@ -82,12 +82,12 @@ def test_a_question_is_found(question):
     ["a = lora.spec.peft", "a = LoraVariant(name)", "a = kind == 'lora'", "say = 'use dora'"],
 )
 def test_an_answer_is_no_question(answer):
-    """Asking the method, making a choice of its name, and messages are free."""
+    """Calling the method, choosing from its names, and messages are allowed."""
     assert questions(answer) == []
 
 
 def test_the_schema_accepts_what_the_tables_have():
-    """A name without an object, or the other way round, would be found by a run alone."""
+    """A mismatch between schema and table would otherwise show only in a run."""
     assert {one.value for one in LoraVariant} == ADAPTERS.built_in.keys()
     assert {one.value for one in LoraInit} == INITS.keys()
     for spec in ADAPTERS.built_in.values():
@@ -98,12 +98,12 @@ def test_the_schema_accepts_what_the_tables_have():
 
 
 def test_a_record_of_another_method_is_unknown():
-    """Records come from elsewhere too, with names that nothing here has."""
+    """Records may come from other programs, with names that do not exist here."""
     assert ADAPTERS.known("oft") is None
 
 
 def test_a_group_hands_on_to_its_method_and_initialization():
-    """The group knows the settings; the objects, what they mean."""
+    """The config group has the settings; method and initialization interpret them."""
     plain = LoraConfig(name="x", targets=["qkv"], r=8, alpha=4)
     assert plain.spec.described(plain) == ["r 8", "alpha 4", "dropout 0.05"]
     dora = LoraConfig(name="x", targets=["qkv"], variant=LoraVariant.dora, rank_pattern={"q": 2})

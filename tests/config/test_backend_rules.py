@@ -14,7 +14,7 @@ ALLOWED, CONTROL = "tokenizer.allow_unrelated_rows", "tokenizer.allow_control_te
 
 
 def problems_of(*overrides):
-    """Compose a command and list what is wrong with it, files and limits included."""
+    """Compose a command and list its problems, those of files and limits included."""
     by_key = {text.partition("=")[0]: text for text in [*TINY, *overrides]}
     checked = check(list(by_key.values()))
     problems = list(checked.problems)
@@ -22,7 +22,7 @@ def problems_of(*overrides):
         problems += preflight(checked.cells[0].config)
     assert bool(list(terminal.problem_lines(problems, 80))) == bool(
         problems
-    )  # what the command line prints
+    )  # as printed by the command line
     return [(problem.where, str(problem)) for problem in problems]
 
 
@@ -57,7 +57,7 @@ def problems_of(*overrides):
     ],
 )
 def test_combination_is_accepted(overrides):
-    """Nothing is wrong with it."""
+    """These combinations give no problem."""
     assert problems_of(*overrides) == []
 
 
@@ -130,7 +130,7 @@ def test_combination_is_accepted(overrides):
     ],
 )
 def test_combination_is_refused(overrides, where, says):
-    """Before a run directory exists, by the place that is wrong and what would be right."""
+    """Before a run directory exists; the message has the key and a valid alternative."""
     found = problems_of(*overrides)
     assert [(place, text) for place, text in found if place == where and says in text], found
 
@@ -150,14 +150,14 @@ def test_combination_is_refused(overrides, where, says):
     ],
 )
 def test_the_research_lane_encodes_for_the_weights_it_has(overrides, tokenizer):
-    """Vox's ids are learned from scratch; a pretrained embedding has rows for its own alone."""
+    """Vox needs an embedding learned from scratch; pretrained weights need their own tokenizer."""
     (cell,) = check(["backend=burn", *overrides]).cells
     made = cell.config.tokenizer
     assert (made.name, made.allow_control_text) == (tokenizer, tokenizer == "vox")
 
 
 def test_each_cell_of_a_sweep_has_the_tokenizer_of_its_model():
-    """The default is made anew where the model is what varies."""
+    """The default tokenizer is chosen for each cell's model."""
     checked = check(["backend=burn", "model=tiny_llama,smollm2_135m"], multirun=True)
     assert checked.problems == ()
     assert [cell.config.tokenizer.name for cell in checked.cells] == ["vox", "hf"]

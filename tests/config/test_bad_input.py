@@ -14,7 +14,7 @@ def here(tmp_path, monkeypatch):
 
 
 def refusal(capsys, *arguments):
-    """Run a refused command; return each problem's lines by its first one's place."""
+    """Run a refused command; return the lines of each problem by the place that it names first."""
     assert main(arguments) == 2
     blocks = {}
     for line in capsys.readouterr().err.splitlines():
@@ -25,7 +25,7 @@ def refusal(capsys, *arguments):
 
 
 def test_every_fault_of_a_command_is_told_at_once(here, capsys):
-    """Keys, options, values and files: place, finding, what is accepted, the nearest name."""
+    """Keys, options, values and files: the place, what was found, valid values, nearest name."""
     (here / "misnamed.jsonl").write_text('{"prompt": "p", "response": "r"}\n', "utf-8")
     said = refusal(
         capsys,
@@ -53,7 +53,7 @@ def test_every_fault_of_a_command_is_told_at_once(here, capsys):
 
 
 def test_faulty_rows_are_told_with_the_faulty_override(here, capsys):
-    """A line that is no JSON and a row without a response, each by file and line."""
+    """Invalid JSON and a row without a response are each named by file and line."""
     rows = here / "rows.jsonl"
     rows.write_text('{"prompt": "p", "response": "r"}\nnot JSON\n{"prompt": "p"}\n', "utf-8")
     said = refusal(capsys, "model=tiny_llama", "data=jsonl", f"data.path={rows}", "lora.r=0")
@@ -64,7 +64,7 @@ def test_faulty_rows_are_told_with_the_faulty_override(here, capsys):
 
 
 def test_truncated_base_model_is_told_before_anything_runs(here, capsys):
-    """The safetensors file is named; no run directory is left."""
+    """The message names the safetensors file, and no run directory is created."""
     base = here / "base"
     base.mkdir()
     (base / "config.json").write_text(json.dumps({"model_type": "llama"}), "utf-8")
@@ -77,7 +77,7 @@ def test_truncated_base_model_is_told_before_anything_runs(here, capsys):
 
 
 def test_sweep_with_one_faulty_cell_starts_none(here, capsys):
-    """What can be told beforehand is not found out in the second run."""
+    """A fault that can be found beforehand must not appear in the second run."""
     said = refusal(capsys, "-m", "model=tiny_llama", "lora.r=4,0", "seed=1,2")
     assert list(said) == ["lora.r", "sweep.invalid"]
     assert "2 of 4 cells cannot run" in said["sweep.invalid"]
@@ -86,7 +86,7 @@ def test_sweep_with_one_faulty_cell_starts_none(here, capsys):
 
 
 def test_unknown_flag_is_refused(here, capsys):
-    """It is shown, and where to look."""
+    """The message repeats the flag and says where to look."""
     said = refusal(capsys, "--bogus")
     assert "--bogus" in "".join(said.values())
     assert "--hydra-help" in "".join(said.values())

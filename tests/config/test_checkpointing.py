@@ -1,4 +1,4 @@
-"""Text that YAML 1.1 would rather read as truth values."""
+"""Settings whose values YAML 1.1 would read as booleans."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPELLINGS = [
 
 @pytest.mark.parametrize(("text", "meaning"), SPELLINGS)
 def test_spelling_survives_the_command_line_and_the_stored_yaml(text, meaning, tmp_path):
-    """`on` stays `on` in config.yaml, where a bare one would come back as true."""
+    """In config.yaml `on` is quoted, because a bare one would be read as true."""
     checked = check(["model=tiny_llama", f"{KEY}={text}"])
     assert checked.problems == ()
     file = tmp_path / "config.yaml"
@@ -32,7 +32,7 @@ def test_spelling_survives_the_command_line_and_the_stored_yaml(text, meaning, t
 
 @pytest.mark.parametrize(("text", "meaning"), SPELLINGS)
 def test_spelling_in_a_yaml_of_one_s_own(text, meaning, tmp_path):
-    """An experiment's YAML may say it bare; the parser makes a truth value of it."""
+    """A bare `on` in an experiment's YAML is accepted, although the parser makes it a boolean."""
     checked = check(["model=tiny_llama"])
     values = checked.cells[0].composed.values
     OmegaConf.set_struct(values, value=False)
@@ -43,7 +43,7 @@ def test_spelling_in_a_yaml_of_one_s_own(text, meaning, tmp_path):
 
 
 def test_another_word_is_refused():
-    """The message names what is accepted."""
+    """The message lists the accepted values."""
     (problem,) = check(["model=tiny_llama", f"{KEY}=yes_please"]).problems
     assert problem.where == KEY
     assert "auto" in (problem.expected or "")

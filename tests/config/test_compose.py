@@ -47,7 +47,7 @@ def leaves(config, prefix=""):
 
 
 def changed(value):
-    """Return another value of the same type."""
+    """Return a different value of the same type."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, Enum):
@@ -63,14 +63,14 @@ def changed(value):
 
 
 def test_stored_configurations_read_back_the_same(combined, tmp_path):
-    """Values, types and digest survive the run's own config.yaml, whichever options are chosen."""
+    """Values, types and digest survive config.yaml, for every option."""
     for cell in combined:
         assert_it_reads_back(cell.values, tmp_path)
 
 
 @pytest.mark.parametrize("path", sorted(STORED.glob("*.yaml")), ids=lambda path: path.stem)
 def test_configurations_that_earlier_commits_stored_are_read(path):
-    """Each file is named after its commit; every class that it names is still there."""
+    """Each file is named after its commit, and every class that it names still exists."""
     config = typed(from_yaml(path))
     nodes = [config.backend, config.objective, config.optim, *config.callbacks.values()]
     assert all(get_class(node._target_) for node in nodes)
@@ -85,14 +85,14 @@ def test_configurations_that_earlier_commits_stored_are_read(path):
     ],
 )
 def test_stored_configurations_mean_what_they_meant(name, literal):
-    """The literals are what commit 73c5f0d itself made of these files."""
+    """The expected digests were computed by commit 73c5f0d from these files."""
     stored = from_yaml(STORED / f"{name}_73c5f0d.yaml")
     assert digest(learned_settings(typed(stored))) == literal
 
 
 @pytest.mark.parametrize("group", ["backend", "callbacks", "experiment", "preset"])
 def test_stored_options_read_back_the_same(group, option, tmp_path):
-    """As above, of groups that set values of others or go with few of them."""
+    """The same round trip, for options that set values of other groups or go with few of them."""
     names = group_options()[group]
     if group == "callbacks":
         names = [f"[{','.join(names)}]"]
@@ -108,7 +108,7 @@ def assert_it_reads_back(before, place):
 
 
 def test_digest_of_a_stored_configuration_is_that_of_its_values(tmp_path):
-    """The schemas of later releases, which have other keys, do not enter it."""
+    """The digest covers the stored values, not keys that later schemas added."""
     file = stored(tmp_path, "task: {name: promote}\nopen: c # a name\nrate: 3.0e-05\n")
     canonical = b'{"open":"c","rate":3e-05,"task":{"name":"promote"}}'
     assert stored_digest(file) == hashlib.sha256(canonical).hexdigest()
@@ -117,7 +117,7 @@ def test_digest_of_a_stored_configuration_is_that_of_its_values(tmp_path):
 
 
 def test_changed_values_read_back_too(tmp_path):
-    """Enums, lists, nulls and numbers that are not the default."""
+    """Enums, lists, nulls and numbers other than the defaults."""
     before = values(
         "quant.compute_dtype=f32",
         "optim.betas=[0.8,0.9]",
@@ -150,7 +150,7 @@ def test_changed_values_read_back_too(tmp_path):
     ],
 )
 def test_stored_configuration_of_other_schemas_is_refused(tmp_path, text, reason):
-    """The file is named, and what was found in it."""
+    """The message names the file and the value found in it."""
     file = stored(tmp_path, text)
     with pytest.raises(ConfigError) as caught:
         from_yaml(file)
@@ -159,13 +159,13 @@ def test_stored_configuration_of_other_schemas_is_refused(tmp_path, text, reason
 
 
 def test_absent_configuration_is_refused(tmp_path):
-    """A run directory without config.yaml is named, not a traceback."""
+    """The message names the run directory; there is no traceback."""
     with pytest.raises(ConfigError, match=r"config\.yaml: .* cannot be read"):
         from_yaml(tmp_path / "config.yaml")
 
 
 def test_every_value_enters_the_digest():
-    """To change any one leaf changes it, each in its own way."""
+    """Changing any leaf changes the digest, each to a different one."""
     chosen = ["trainer.deterministic=true", "trainer.val_check_interval=3", "path=p"]
     base = values(*chosen, "policy=burn_production", "study=double_quant")
     base.study.grid = {"seed": [1]}
@@ -213,7 +213,7 @@ def test_every_value_enters_the_digest():
 
 
 def test_null_and_absent_callback_enter_the_digest():
-    """A value that becomes null, or a callback that is gone, is another configuration."""
+    """A value set to null, or a removed callback, changes the digest."""
     texts = ["trainer.val_check_interval=3", "~callbacks.memory", "seed=42"]
     digests = [config_digest(values(text)) for text in texts]
     assert len(set(digests)) == 3
@@ -221,7 +221,7 @@ def test_null_and_absent_callback_enter_the_digest():
 
 
 def test_order_does_not_enter_the_digest():
-    """Neither that of the overrides nor that of the keys."""
+    """The digest ignores the order of overrides and of keys."""
     one = values("lora.r=8", "seed=3", "callbacks=[facts,telemetry]")
     two = values("callbacks=[telemetry,facts]", "seed=3", "lora.r=8")
     assert list(one.callbacks) != list(two.callbacks)
@@ -229,7 +229,7 @@ def test_order_does_not_enter_the_digest():
 
 
 def test_earlier_run_s_model_directory_is_read(tmp_path):
-    """Its record calls the source by another name and has neither revision nor permission."""
+    """Its `source` is called "directory", and it lacks `revision` and `trust_remote_code`."""
     text = to_yaml(values("model=hf", "model.id=/models/mine"))
     for line in ("  revision: null\n", "  trust_remote_code: false\n"):
         assert line in text
@@ -242,7 +242,7 @@ def test_earlier_run_s_model_directory_is_read(tmp_path):
 
 
 def test_earlier_run_without_a_sandbox_is_read(tmp_path):
-    """It executed nothing, and that is what its record is taken to say."""
+    """Nothing was executed then, so it is read as sandbox=none."""
     text = to_yaml(values())
     begin = text.index("sandbox:\n")
     end = begin + len("sandbox:\n")
@@ -254,7 +254,7 @@ def test_earlier_run_without_a_sandbox_is_read(tmp_path):
 
 
 def test_interpolation_is_resolved_in_digest_and_file():
-    """A value stored by reference is the value."""
+    """A value given by reference is stored and digested as the resolved value."""
     config = values("model=tiny_llama", "data.seq_len=${model.max_position_embeddings}")
     same = values("model=tiny_llama", "data.seq_len=2048")
     assert config_digest(config) == config_digest(same)
@@ -262,7 +262,7 @@ def test_interpolation_is_resolved_in_digest_and_file():
 
 
 def test_typed_configuration_holds_no_omegaconf_container():
-    """Groups are their schemas' dataclasses, lists and mappings Python's own."""
+    """Nodes are dataclasses of their schemas; lists and mappings are plain Python."""
     config = typed(values("model=tiny_llama"))
     assert type(config.model).__name__ == "RandomModel"
     assert type(config.lora.targets) is list
@@ -271,27 +271,27 @@ def test_typed_configuration_holds_no_omegaconf_container():
 
 
 def test_choices_name_the_option_of_each_group():
-    """What an experiment chooses counts, and no experiment is None."""
+    """Choices made by an experiment count; without an experiment it is None."""
     smoke, none = compose([["experiment=smoke", "lora=qv"], []])
     assert (smoke.choices["model"], smoke.choices["lora"]) == ("tiny_llama", "qv")
     assert (smoke.choices["experiment"], none.choices["experiment"]) == ("smoke", None)
 
 
 def test_command_beats_experiment_beats_defaults():
-    """An experiment changes the defaults and the command changes the experiment."""
+    """An experiment overrides the defaults, and the command overrides the experiment."""
     smoke = values("experiment=smoke", "trainer.max_steps=7")
     assert (smoke.trainer.max_steps, smoke.data.seq_len, smoke.lora.r) == (7, 256, 16)
 
 
 def test_a_list_of_options_is_on_record():
-    """Hydra leaves it out of its choices; a group with one option is as before."""
+    """Hydra's own record of choices leaves such a list out."""
     (composed,) = compose([["callbacks=[facts,telemetry]"]])
     assert composed.choices["callbacks"] == "facts,telemetry"
     assert composed.choices["lora"] == "all_linear"
 
 
 def test_a_run_directory_is_known_before_hydra_makes_it():
-    """That of a run alone, and of each job of a sweep."""
+    """For a single run and for each job of a sweep."""
     cells = compose([["seed=1", "hydra.sweep.dir=s"], ["seed=2", "hydra.sweep.dir=s"]])
     digests = [config_digest(cell.values)[:8] for cell in cells]
     assert [cell.sweep_dir for cell in cells] == [f"s/{n}_{digests[n]}" for n in (0, 1)]
@@ -301,10 +301,10 @@ def test_a_run_directory_is_known_before_hydra_makes_it():
 
 
 def test_each_command_has_its_own_time():
-    """Two commands of one process with equal values never share a directory; one command does."""
+    """Run directories of two commands differ, and within one command they agree."""
     begin_command()
     first, again = (one.run_dir for one in compose([[], []]))
-    time.sleep(0.002)  # directories are named to the millisecond
+    time.sleep(0.002)  # run directories are named by time, to the millisecond
     begin_command()
     (second,) = compose([[]])
     assert first == again
@@ -313,7 +313,7 @@ def test_each_command_has_its_own_time():
 
 @pytest.mark.parametrize("name", ["vox", "hf"])
 def test_earlier_run_of_vox_on_pretrained_weights_is_read(name, tmp_path):
-    """It was made when nobody was asked, and goes on as it began."""
+    """A stored run from before the permission existed can be resumed; a new one is refused."""
     before = values("backend=burn", f"tokenizer={name}", "trainer=cpu", "logger=none")
     permission = "  allow_unrelated_rows: false\n"
     text = to_yaml(before)
@@ -334,7 +334,7 @@ def test_earlier_run_of_vox_on_pretrained_weights_is_read(name, tmp_path):
     ],
 )
 def test_naming_epochs_lifts_the_default_steps(overrides, bounds):
-    """And no steps that somebody named, in an experiment or on the command line."""
+    """An explicit `max_steps`, in an experiment or on the command line, is kept."""
     trainer = typed(values(*overrides)).trainer
     assert (trainer.max_steps, trainer.max_epochs) == bounds
     assert "mens.steps" not in to_yaml(values(*overrides))
@@ -359,14 +359,14 @@ def test_naming_epochs_lifts_the_default_steps(overrides, bounds):
     ],
 )
 def test_the_rate_is_the_model_s_unless_it_is_set(overrides, rate):
-    """QLoRA trained 7B and 13B at 2e-4 (table 9); Lion takes a tenth; what is named stays."""
+    """2e-4 for 7B and 13B (QLoRA, table 9), a tenth for Lion; an explicit value is kept."""
     found = values(*overrides)
     assert typed(found).optim.lr == rate
     assert "mens.lr" not in to_yaml(found)
 
 
 def test_earlier_run_keeps_the_rate_that_it_was_made_with(tmp_path):
-    """An 8B run at the demo's rate, whose record knows of no rate of the model's."""
+    """An 8B run at the demo's rate; its stored configuration has no `default_lr`."""
     text = to_yaml(values("model=llama3_8b", "optim.lr=0.002"))
     line = "  default_lr: 0.0002\n"
     assert line in text

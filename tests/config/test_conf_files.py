@@ -23,7 +23,7 @@ def name(file):
 
 
 def header(file):
-    """Return the comment lines at the top, Hydra's own directive left out."""
+    """Return the comment lines at the top, without Hydra's directive."""
     lines = file.read_text("utf-8").splitlines()
     end = next(i for i, line in enumerate(lines) if not line.startswith("#"))
     return [line for line in lines[:end] if not line.startswith("# @package")]
@@ -37,7 +37,7 @@ def schemas():
 
 @pytest.mark.parametrize("file", FILES, ids=name)
 def test_file_opens_with_one_line_that_says_what_it_is_for(file):
-    """A sentence of its own; experiments, studies and presets go on, with their command."""
+    """It is a sentence; experiments, studies and presets add their command."""
     first, *others = header(file)
     assert re.fullmatch(r"# \S.{10,97}[.?]", first)
     assert bool(others) == (file.parent.name in {"experiment", "preset", "study"})
@@ -48,7 +48,7 @@ def test_file_opens_with_one_line_that_says_what_it_is_for(file):
     [(group, name) for group in ("experiment", "study") for name in group_options()[group]],
 )
 def test_experiment_states_question_command_and_expectation(group, name):
-    """Its comment asks, shows the exact command, and says what to expect of it."""
+    """The comment has a question, the exact command and the expected result."""
     question, command, expected = header(ROOT / group / f"{name}.yaml")
     assert "?" in question
     assert command.startswith("# Command:  python -m mens_exp ")
@@ -58,14 +58,14 @@ def test_experiment_states_question_command_and_expectation(group, name):
 
 @pytest.mark.parametrize("preset", group_options()["preset"])
 def test_preset_states_its_command(preset):
-    """Its comment shows how it is used."""
+    """The comment shows how to use the preset."""
     command = header(ROOT / "preset" / f"{preset}.yaml")[1]
     assert command.startswith(f"# Command: python -m mens_exp preset={preset} ")
 
 
 @pytest.mark.parametrize("override", OPTIONS)
 def test_option_composes_and_is_valid(override, option):
-    """Each option of each group makes a whole, typed configuration without a known problem."""
+    """Every option gives a complete, typed configuration without problems."""
     composed = option(override)
     group, _, name = override.partition("=")
     assert problems_of(typed(composed.values)) == []
@@ -73,7 +73,7 @@ def test_option_composes_and_is_valid(override, option):
 
 
 def test_root_chooses_an_option_of_every_group():
-    """The defaults list names each group that there is, and nothing else."""
+    """The defaults list has every group and nothing else."""
     composed = compose([[]])[0]
     assert composed.choices.keys() == group_options().keys()
     unset = ("preset", "experiment", "policy", "study")
@@ -82,12 +82,12 @@ def test_root_chooses_an_option_of_every_group():
 
 
 def test_every_group_has_a_schema():
-    """A group without one would take any key; presets and experiments set keys of the others."""
+    """A group without a schema would accept any key; presets and experiments are exempt."""
     assert SCHEMAS.keys() == group_options().keys() - {"preset", "experiment"}
 
 
 def test_every_setting_is_documented():
-    """A field says what it decides, itself or in the class that declares it first."""
+    """A field is documented in its class or where a parent class first declares it."""
     silent = []
     for schema in schemas():
         for field in dataclasses.fields(schema):
@@ -98,7 +98,7 @@ def test_every_setting_is_documented():
 
 
 def test_numbers_have_a_range():
-    """Every whole or real number says what is accepted."""
+    """Every integer and float field declares its accepted range."""
     open_ended = [
         f"{schema.__name__}.{field.name}"
         for schema in schemas()
@@ -109,25 +109,25 @@ def test_numbers_have_a_range():
 
 
 def test_discriminators_are_fields_that_tell_options_apart():
-    """Each schema of such a group has its own value there, so that stored values find it."""
+    """Each schema of a group has a distinct value there, by which stored values find it."""
     for group, field in DISCRIMINATORS.items():
         values = [plain(getattr(schema(), field)) for schema in SCHEMAS[group].values()]
         assert values == list(SCHEMAS[group])
 
 
 def test_fields_set_by_the_option_exist():
-    """Every such key names a field of its group."""
+    """Every such key is a field of its group."""
     values = compose([["task=promote", "policy=burn_rnd"]])[0].values
     assert all(OmegaConf.select(values, key) is not None for key in SET_BY_OPTION)
 
 
 def test_every_task_says_what_it_reads():
-    """The table of what a task reads has a line for each task."""
+    """The table of settings that tasks read has a row for every task."""
     assert TASK_READS.keys() == set(group_options()["task"])
 
 
 def test_callbacks_are_named_after_their_files(option):
-    """`callbacks.<file>` is where a callback's settings lie."""
+    """A callback's settings are at `callbacks.<file>`."""
     collections = {"default", "minimal"}
     blocks = set(group_options()["callbacks"]) - collections
     assert all(set(option(f"callbacks={name}").values.callbacks) <= blocks for name in collections)

@@ -36,24 +36,24 @@ class Example:
     ],
 )
 def test_range_accepts_its_interval_only(bounds, inside, outside):
-    """`ge` and `le` include the bound, `gt` and `lt` leave it out."""
+    """`ge` and `le` include the bound; `gt` and `lt` exclude it."""
     assert all(bounds.accepts(value) for value in inside)
     assert not any(bounds.accepts(value) for value in outside)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_range_refuses_what_is_not_finite(value):
-    """Not even where no bound is on that side."""
+    """NaN and infinities are refused even by a range without bounds."""
     assert not Range().accepts(value)
 
 
 def test_range_is_written_as_a_message_shows_it():
-    """Both bounds, in the order lower, upper."""
+    """Both bounds, lower first."""
     assert str(Range(ge=0, lt=1)) == ">= 0 and < 1"
 
 
 def test_setting_keeps_doc_and_range():
-    """The metadata is where validation and documentation find them."""
+    """Validation and documentation read them from the field's metadata."""
     share, tags = dataclasses.fields(Example)
     assert declared(Example, "share").doc == "A share."
     assert range_of(share) == Range(ge=0, lt=1)
@@ -66,7 +66,7 @@ class Narrower(Example):
 
 
 def test_what_a_class_does_not_state_anew_is_as_its_parent_declares_it():
-    """Another default, or another fact, leaves the meaning and the range."""
+    """A subclass that changes a default or a fact inherits documentation and range."""
     about = declared(Narrower, "share")
     assert (about.doc, str(about.range)) == ("A share.", ">= 0 and < 1")
     assert (about.changes, declared(Example, "share").changes) == (Effect.NOTHING, None)
@@ -83,7 +83,7 @@ def test_list_default_is_a_copy_for_each_instance():
     ("value", "text"), [(None, "null"), (False, "false"), ("", "''"), (3, "3"), ("nf4", "nf4")]
 )
 def test_a_value_is_spelled_as_on_the_command_line(value, text):
-    """What YAML calls it, not what Python does."""
+    """Values are spelled as in YAML, not as in Python."""
     assert shown(value) == text
 
 
@@ -109,7 +109,7 @@ CONFIG = SimpleNamespace(
     ],
 )
 def test_a_value_is_found_by_its_path_as_yaml_has_it(key, value):
-    """Choices are texts, a mapping's entries are reached, and what is absent is null."""
+    """Enums are returned as text, mapping entries can be reached, and an absent value is null."""
     assert value_at(CONFIG, key) == value
 
 
@@ -127,14 +127,14 @@ def test_a_value_is_found_by_its_path_as_yaml_has_it(key, value):
     ],
 )
 def test_a_condition_says_whether_it_holds_and_what_it_needs(condition, holds, words, needs):
-    """A key that ends with name is an option, and spelled as one."""
+    """A key that ends in `name` is a group option, and is shown as one."""
     assert condition.holds(CONFIG) is holds
     assert words is None or condition.words(CONFIG) == words
     assert needs is None or condition.needs == needs
 
 
 def test_one_condition_need_not_be_a_tuple():
-    """The declaration has a tuple either way."""
+    """The declaration stores a tuple either way."""
     one = when("side.name", "left")
 
     @dataclasses.dataclass

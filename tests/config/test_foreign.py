@@ -16,7 +16,7 @@ from mens_exp.errors import MensError, Problems
 
 @pytest.fixture
 def stored(tmp_path, monkeypatch):
-    """Write a config.yaml as a run does, with some values replaced by dotted key."""
+    """Write a config.yaml like a run's, with some values replaced by dotted key."""
     monkeypatch.chdir(tmp_path)
     text = to_yaml(compose([["model=tiny_llama"]])[0].values)
 
@@ -45,12 +45,12 @@ def refusal(file):
 def test_a_runs_own_configuration_comes_back_as_it_was(
     stored,
 ):
-    """Every class of ours and of torch that our options name is trusted."""
+    """Every class of mens_exp and of torch that the built-in options name is trusted."""
     assert typed(from_yaml(stored({}))) == typed(compose([["model=tiny_llama"]])[0].values)
 
 
 def test_a_function_to_run_is_refused(stored):
-    """Whoever wants one called names it in a command of their own."""
+    """A user who wants to call a function must name it in a command."""
     said = refusal(stored({"suite.function": "evil.py:f"}))
     assert "suite.function: a stored configuration may not name a function to run" in said
     assert "evil.py:f" in said
@@ -75,31 +75,31 @@ def test_a_function_to_run_is_refused(stored):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_class_nobody_vouched_for_is_refused(stored, changes, place):
-    """Wherever it stands; the message says how to allow it."""
+    """The class is found anywhere in the file, and the message says how to allow it."""
     said = refusal(stored(changes))
     assert f": {place}: a stored configuration may not name this class" in said
     assert "name the same _target_ in a file of ./conf" in said
 
 
 def test_a_class_that_only_omegaconf_reads_is_refused(stored, monkeypatch):
-    """The values that are used are judged, whatever the bounded reading before saw of them."""
+    """OmegaConf's result is checked, even if the first, size-limited reading missed the class."""
     file = stored({"backend._target_": "os.system"})
     monkeypatch.setattr(compose_module, "parse_yaml", lambda *_: {})
     assert ": backend._target_: a stored configuration may not name" in refusal(file)
 
 
 def test_a_configuration_in_a_text_is_refused(stored):
-    """OmegaConf would read the text as YAML once more, and nothing would have bounded it."""
+    """OmegaConf would parse the text as YAML again, without any size limit."""
     file = stored({"backend._target_": "os.system"})
     written = file.read_text(encoding="utf-8")
     file.write_text(yaml.safe_dump(written, default_style="|"), encoding="utf-8")
     assert isinstance(yaml.safe_load(file.read_text(encoding="utf-8")), str)
-    assert OmegaConf.load(file).backend._target_ == "os.system"  # the attack is one
+    assert OmegaConf.load(file).backend._target_ == "os.system"  # the file itself is the attack
     assert "found the file does not contain a mapping" in refusal(file)
 
 
 def test_every_such_class_is_told_at_once(stored):
-    """Whoever looks at a run of somebody else's sees the whole of it."""
+    """The user sees every untrusted class in one message."""
     file = stored({"optim._target_": "a.B", "backend._target_": "c.D"})
     with pytest.raises(Problems) as caught:
         from_yaml(file)
@@ -107,7 +107,7 @@ def test_every_such_class_is_told_at_once(stored):
 
 
 def test_a_reference_to_the_environment_is_refused(stored, monkeypatch):
-    """It would carry a secret of this machine into the next record."""
+    """It would put a secret of this machine into the next record."""
     monkeypatch.setenv("SOME_SECRET", "hunter2")
     said = refusal(stored({"model.name": "${oc.env:SOME_SECRET}"}))
     assert "hold values, but no references" in said
@@ -115,7 +115,7 @@ def test_a_reference_to_the_environment_is_refused(stored, monkeypatch):
 
 
 def test_a_class_that_conf_names_too_is_vouched_for(stored, tmp_path):
-    """The same _target_ in any file of ./conf."""
+    """Any file of ./conf that has the same `_target_` allows it."""
     file = stored({"callbacks.mine": {"_target_": "my_callbacks.Mine", "every_n": 3}})
     assert "my_callbacks.Mine" in refusal(file)
     (tmp_path / "conf/callbacks").mkdir(parents=True)
@@ -126,7 +126,7 @@ def test_a_class_that_conf_names_too_is_vouched_for(stored, tmp_path):
 def test_torchs_and_lightnings_classes_may_be_named(
     stored,
 ):
-    """With settings of their own."""
+    """They are trusted, and keep their settings."""
     config = typed(
         from_yaml(
             stored(
@@ -143,7 +143,7 @@ def test_torchs_and_lightnings_classes_may_be_named(
 def test_a_models_own_code_is_not_run_for_having_been_trusted_elsewhere(
     stored,
 ):
-    """What another's command allowed is asked again; ./conf is how to say yes, for that model."""
+    """Permission in another user's command does not count; ./conf can allow it for that model."""
     model = {"source": "hf", "name": "hf", "id": "some/model", "trust_remote_code": True}
     file = stored({"model": {**model, "revision": None, "gradient_checkpointing": "auto"}})
     assert "model.trust_remote_code: a stored configuration may not run" in refusal(file)
@@ -156,7 +156,7 @@ def test_a_models_own_code_is_not_run_for_having_been_trusted_elsewhere(
 
 
 def test_a_missing_value_is_told(stored):
-    """A configuration of another version is no traceback."""
+    """The message is not a traceback, even for a configuration of another version."""
     file = stored({})
     values = yaml.safe_load(file.read_text("utf-8"))
     del values["lora"]["targets"]
@@ -176,7 +176,7 @@ def test_nothing_of_a_malicious_run_is_called(
     task,
     target,
 ):
-    """Not even what a trusted package holds: it must be a class of the kind its place takes."""
+    """Even in a trusted package, the target must be a class of the kind that its group expects."""
     import shutil
 
     monkeypatch.chdir(tmp_path)
@@ -187,7 +187,7 @@ def test_nothing_of_a_malicious_run_is_called(
         re.sub(r"_target_: torch\.optim\.\w+", f"_target_: {target}", text), encoding="utf-8"
     )
     assert target in config.read_text("utf-8")
-    manifest = Manifest.read(run / "manifest.json")  # theirs, so that they can hash it again
+    manifest = Manifest.read(run / "manifest.json")  # attackers can update the digest
     manifest.outputs["config.yaml"] = sha256_file(config)
     manifest.write(run / "manifest.json")
     asked = {

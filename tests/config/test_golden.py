@@ -7,7 +7,7 @@ REFRESH = runpy.run_path(str(Path(__file__).parents[1] / "golden" / "refresh.py"
 
 
 def test_experiments_resolve_to_their_golden_configurations():
-    """No value of an experiment changes unseen; `make golden` after a change that is meant."""
+    """No value changes unnoticed; run `make golden` after an intended change."""
     stored = {
         file.stem: file.read_text(encoding="utf-8") for file in REFRESH["DIRECTORY"].glob("*.yaml")
     }

@@ -23,11 +23,11 @@ from mens_exp.config.overrides import check
 HELP = yaml.safe_load((config_directory() / "hydra/help/mens_exp.yaml").read_text("utf-8"))
 TEXT = HELP["template"]
 HEAVY = ["torch", "transformers", "lightning", "wandb", "peft", "bitsandbytes"]
-SCREEN = (80, 45)  # columns and lines of a terminal
+SCREEN = (80, 45)  # width and height of a terminal
 
 
 def section(title):
-    """Return the lines under a heading up to the next one, joined where they go on."""
+    """Return the lines under a heading, up to the next heading, with continuations joined."""
     lines = TEXT.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith(title)) + 1
     end = next((i for i in range(start, len(lines)) if not lines[i].startswith(" ")), len(lines))
@@ -36,19 +36,19 @@ def section(title):
 
 
 def listed_groups():
-    """Read the options of each group."""
+    """Return the options of each group in the help text."""
     return {line.split()[0]: line.split()[1:] for line in section("Groups")}
 
 
 def test_help_fits_a_screen():
-    """Neither wrapped nor scrolled."""
+    """The text needs no wrapping and no scrolling."""
     lines = TEXT.splitlines()
     assert max(map(len, lines)) <= SCREEN[0]
     assert len(lines) <= SCREEN[1]
 
 
 def test_help_lists_every_group_with_every_option():
-    """The default first, as composed; callbacks by their collections, the blocks being many."""
+    """The default comes first; callbacks are listed by their collections, as there are too many."""
     defaults = compose([[]])[0].choices
     expected = {group: set(options) for group, options in group_options().items()}
     expected["callbacks"] = {"default", "minimal"}
@@ -60,15 +60,15 @@ def test_help_lists_every_group_with_every_option():
 
 
 def test_help_lists_every_task_once():
-    """By what it is used for."""
+    """Tasks are grouped by what they are used for."""
     words = re.sub(r"\([^)]*\)", "", " ".join(section("Tasks"))).replace(",", " ").split()
     uses = {"prepare", "judge", "hand", "on"}
     tasks = [word for word in words if word not in uses]
-    assert sorted(tasks) == sorted([*group_options()["task"], "train"])  # the use and the task
+    assert sorted(tasks) == sorted([*group_options()["task"], "train"])  # train is a use and a task
 
 
 def test_help_points_to_the_documentation():
-    """Files that are there."""
+    """The files exist."""
     named = re.findall(r"\b[\w/]+\.md\b", TEXT)
     root = Path(__file__).parents[2]
     assert named
@@ -80,7 +80,7 @@ COMMANDS = [line.strip() for line in TEXT.splitlines() if line.strip().startswit
 
 @pytest.mark.parametrize("line", [line for line in COMMANDS if "resume" not in line])
 def test_example_of_help_composes(line):
-    """Each example is a command whose overrides are right."""
+    """Each example has valid overrides."""
     command = shlex.split(re.split(r"\s{2,}", line)[0])
     assert command[:3] == ["python", "-m", "mens_exp"]
     arguments = command[3:]
@@ -102,7 +102,7 @@ def test_example_of_help_composes(line):
     ids=" ".join,
 )
 def test_quick_answer_imports_nothing_heavy(command, tmp_path):
-    """Help, the composed configuration, errors, a whole plan and a sweep's own process."""
+    """--help, --cfg, errors, a plan and the parent process of a sweep."""
     code = (
         "import json, sys\n"
         "from mens_exp.cli import main\n"
@@ -125,7 +125,7 @@ def test_quick_answer_imports_nothing_heavy(command, tmp_path):
 
 @pytest.fixture
 def copies(monkeypatch):
-    """Collect the deep copies of Hydra's config repository, which knows every file of conf/."""
+    """Record the deep copies of Hydra's config repository, which knows every file of conf/."""
     made = []
 
     def copied(repository, memo):
@@ -140,14 +140,14 @@ def copies(monkeypatch):
     "command", [["--help"], ["--hydra-help"], ["--help", "lora=qv"]], ids=" ".join
 )
 def test_help_copies_no_repository(command, copies, capsys):
-    """A count, not a time: a copy for each option made help take twice as long as a plan."""
+    """Counts copies instead of seconds: a copy per option made help twice as slow as a plan."""
     assert cli.main(command) == 0
     assert "hydra" in capsys.readouterr().out
     assert len(copies) == 0
 
 
 def test_hydra_copies_its_repository_for_each_group_that_it_lists(copies):
-    """What the test above counts is there to be counted."""
+    """Proves that the counter of the previous test works."""
     prepare_hydra()
     with initialize_config_dir(str(config_directory()), version_base=VERSION_BASE):
         loader = GlobalHydra.instance().config_loader()

@@ -1,4 +1,4 @@
-"""A configuration that starts from a remembered choice of options is the one Hydra composes."""
+"""Composing from cached option choices gives the same result as Hydra."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def plainly(overrides):
 
 
 def nodes(node, path=""):
-    """List every node below one in order: path, type, schema and flags, and a leaf's value."""
+    """List every node from one down, in order: path, type, schema, flags, and a leaf's value."""
     described = (path, type(node), node._metadata.ref_type, node._metadata.flags)
     if not isinstance(node, DictConfig | ListConfig):
         return [(*described, node._value())]
@@ -57,7 +57,7 @@ def nodes(node, path=""):
     ids=" ".join,
 )
 def test_it_is_the_whole_of_what_hydra_composes(overrides):
-    """Types, order and flags too, read the first time and remembered."""
+    """Types, order and flags are the same on the first composition and on a cached one."""
     expected = nodes(plainly(overrides))
     for others in ([], ["lora.r=16", "seed=8", "hydra.sweep.dir=/tmp/other"]):
         compose([[*overrides, *others]])
@@ -69,7 +69,7 @@ def test_it_is_the_whole_of_what_hydra_composes(overrides):
     "overrides", [["lora.r=abc", "seed=1"], ["no_such_key=1"], ["lora=none_such"]], ids=" ".join
 )
 def test_it_refuses_as_hydra_does(overrides):
-    """In the same words, each time."""
+    """The message is Hydra's own, on every call."""
     with pytest.raises(ConfigCompositionException) as refused:
         plainly(overrides)
     for _ in range(2):
@@ -78,7 +78,7 @@ def test_it_refuses_as_hydra_does(overrides):
 
 
 def test_what_is_done_to_one_is_not_done_to_the_next():
-    """Each is a copy, Hydra's node too."""
+    """Each result is a copy, including its `hydra` node."""
     for _ in range(2):
         [one] = compose([["seed=5"]])
         assert one.whole is not None
@@ -89,7 +89,7 @@ def test_what_is_done_to_one_is_not_done_to_the_next():
 
 
 def test_a_changed_file_of_the_users_is_read_again(tmp_path, monkeypatch):
-    """So is one that comes or goes, and another working directory has others."""
+    """An edited file is read again, and a deleted one is no longer found."""
     monkeypatch.chdir(tmp_path)
     own = tmp_path / "conf" / "lora" / "mine.yaml"
     own.parent.mkdir(parents=True)
@@ -102,7 +102,7 @@ def test_a_changed_file_of_the_users_is_read_again(tmp_path, monkeypatch):
 
 
 def test_the_working_directory_is_that_of_now(tmp_path, monkeypatch):
-    """Hydra's node says where it was composed."""
+    """`hydra.runtime.cwd` is the current directory, not the cached one."""
     compose([[]])
     monkeypatch.chdir(tmp_path)
     [one] = compose([[]])
@@ -116,7 +116,7 @@ RANDOM, FEW = 300, 30
 
 
 def sets_of_options():
-    """Spread all options over lists with one of each group: Hydra takes a quarter second a list."""
+    """Spread all options over lists with one per group, since Hydra needs 0.25 s for each list."""
     longest = max(map(len, GROUPS.values()))
     return [
         [f"{group}={options[number]}" for group, options in GROUPS.items() if number < len(options)]
@@ -125,7 +125,7 @@ def sets_of_options():
 
 
 def drawn(seed):
-    """Draw a list of overrides: options, values of the settings that they have, and deletions."""
+    """Draw a list of overrides: options, settings of these options, and deletions."""
     random = Random(seed)
     chosen = random.sample(sorted(group_options()), random.randint(0, 4))
     texts = [f"{group}={random.choice(group_options()[group])}" for group in chosen]
@@ -144,34 +144,34 @@ def drawn(seed):
 
 
 def answered(composed):
-    """Return all nodes of a composition, or the words of its refusal."""
+    """Return all nodes of a composition, or the type and text of its error."""
     try:
         return nodes(composed())
-    # Hydra 1.3 asserts where a group is deleted and one of its settings is given.
+    # Hydra 1.3 asserts when a group is deleted and one of its settings is given.
     except (HydraException, OmegaConfBaseException, AssertionError) as error:
         return type(error), str(error)
 
 
 def is_like_hydra(overrides, times=1):
-    """Compare with Hydra's own compose: the same node for node, or refused in the same words.
+    """Compare with Hydra: the same nodes, or an error of the same type and text.
 
     Returns:
-        Whether Hydra composes it.
+    Whether Hydra composes the overrides.
     """
     expected = answered(lambda: plainly(overrides))
-    for _ in range(times):  # read, and then remembered
+    for _ in range(times):  # read from disk, then from the cache
         assert answered(lambda: compose([overrides])[0].whole) == expected
     return isinstance(expected, list)
 
 
 def test_every_option_is_in_a_set():
-    """So that the next test leaves none out."""
+    """The next test therefore covers every option."""
     assert sorted(option for options in sets_of_options() for option in options) == sorted(OPTIONS)
 
 
 @pytest.mark.parametrize("options", sets_of_options(), ids=lambda options: options[0])
 def test_every_option_is_what_hydra_composes(options):
-    """Node for node: types, flags and order. Options that are refused together are tried alone."""
+    """Types, flags and order are equal. If Hydra refuses a list, its options are tried alone."""
     if not is_like_hydra(options):
         alone = [is_like_hydra([option]) for option in options]
         assert any(alone)
@@ -179,13 +179,13 @@ def test_every_option_is_what_hydra_composes(options):
 
 @pytest.mark.parametrize("seed", range(FEW))
 def test_random_overrides_are_what_hydra_composes(seed):
-    """Or refused in the same words; the rest of the three hundred is a campaign."""
+    """The same nodes or the same error; the rest of the 300 seeds runs in `make soak`."""
     is_like_hydra(drawn(seed))
 
 
 @pytest.mark.soak
 def test_every_option_alone_and_all_random_overrides_are_what_hydra_composes():
-    """The first time, and from what is remembered."""
+    """The first composition and a cached one both equal that of Hydra."""
     for option in OPTIONS:
         is_like_hydra([option], times=2)
     for seed in range(RANDOM):

@@ -1,4 +1,4 @@
-"""Root keys of earlier releases, now a task's own: refused when typed, read when stored."""
+"""Root keys of earlier releases that moved into a task: refused if typed, read if stored."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mens_exp.config.root import MOVED
 from mens_exp.errors import ConfigError
 
 MERGE = ["task=merge", "adapter.file=a.safetensors", "out=o"]
-# A command of each key's task, the key as it was, a value, and the key as it is.
+# A command of the key's task, the old key, a value, and the new key.
 COMMANDS = [
     (["task=compare", "path=p"], "factors", "[lora.r,seed]", "compare.factors"),
     ([*MERGE, "merge.meta=m"], "base_shard", "[b.safetensors]", "merge.base_shard"),
@@ -34,7 +34,7 @@ TYPED = {
 
 
 def test_every_moved_key_is_tried():
-    """One command for each, and for each task where several took it over."""
+    """There is a command for every pair of old and new key."""
     places = {(old, new) for old, several in MOVED.items() for new in several}
     assert {(old, new) for _, old, _, new in COMMANDS} == places
 
@@ -42,7 +42,7 @@ def test_every_moved_key_is_tried():
 @pytest.mark.parametrize(("command", "old", "value", "new"), COMMANDS)
 @pytest.mark.parametrize("prefix", ["", "+", "++"])
 def test_a_typed_key_is_answered_with_the_whole_command_of_today(command, old, value, new, prefix):
-    """What else is wrong is reported too, as it is of the command that the answer gives."""
+    """Other problems are reported too: the same ones that the suggested command has."""
     problems = check([*command, f"{prefix}{old}={value}", "lora.rang=3"]).problems
     (moved,) = [one for one in problems if one.what == f"{old} is now {new}"]
     assert moved.exit_code == 2
@@ -54,7 +54,7 @@ def test_a_typed_key_is_answered_with_the_whole_command_of_today(command, old, v
 
 
 def test_the_command_line_answers_with_exit_code_2(capfd, monkeypatch, tmp_path):
-    """Nothing is written; `-m` and quoting are part of the command that it gives."""
+    """Nothing is written; the suggested command keeps -m and has the right quoting."""
     monkeypatch.chdir(tmp_path)
     assert cli.main(["-m", "task=promote", "ledger=a b", "open=one,two"]) == 2
     said = " ".join(capfd.readouterr().err.split())
@@ -65,7 +65,7 @@ def test_the_command_line_answers_with_exit_code_2(capfd, monkeypatch, tmp_path)
 
 @pytest.mark.parametrize("key", ["opens", "lora.open", "promote.open"])
 def test_other_keys_are_unknown_as_before(key):
-    """The table is of whole keys."""
+    """Only a whole key is looked up."""
     (problem,) = check(["task=promote", "ledger=l", "promote.replay=true", f"{key}=x"]).problems
     assert "is now" not in problem.what
     assert problem.where == key
@@ -73,7 +73,7 @@ def test_other_keys_are_unknown_as_before(key):
 
 @pytest.mark.parametrize(("command", "old", "value", "new"), COMMANDS)
 def test_a_stored_configuration_is_read_with_the_old_key(command, old, value, new, tmp_path):
-    """With the section as that release had it, and without one."""
+    """The task's section of that release may be there or missing."""
     today = compose([[*command, f"{new}={value}"]])[0].values
     section, _, key = new.partition(".")
     plain = yaml.safe_load(to_yaml(today))
@@ -97,7 +97,7 @@ def test_a_stored_configuration_is_read_with_the_old_key(command, old, value, ne
     ],
 )
 def test_a_stored_key_without_a_place_is_refused(text, found, tmp_path):
-    """One that is there twice, of a wrong type, or in no release."""
+    """The new key exists too, the type is wrong, or no release had the key."""
     file = tmp_path / "config.yaml"
     plain = yaml.safe_load(to_yaml(compose([["task=promote"]])[0].values))
     del plain["promote"]["open_cycle"]
@@ -109,7 +109,7 @@ def test_a_stored_key_without_a_place_is_refused(text, found, tmp_path):
 
 @pytest.mark.parametrize("group", ["experiment", "preset"])
 def test_a_file_of_the_users_names_its_key_of_today(group, monkeypatch, tmp_path):
-    """By its path, before it is composed; the key of today composes."""
+    """The message has the file's path, before composition; the new key composes."""
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "conf" / group / "mine.yaml"
     file.parent.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Settings that have no effect beside others: what is refused, and what is not."""
+"""Settings without effect: the refused ones and no others."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from mens_exp.config.compose import compose, typed
 from mens_exp.config.validate import ineffective_overrides, problems_of, unread_overrides
 from mens_exp.errors import NoEffectError
 
-# A command line a line, and the keys that are refused because they have no effect in it. Written
-# down when each refusal was written by hand, before conditions stood in the declarations.
+# A command on each line, with the keys that are refused because they have no effect in it.
+# The list is from the time when each refusal was written by hand, not declared as a condition.
 LINES = (Path(__file__).parent / "no_effect.txt").read_text("utf-8").splitlines()
 CASES = [tuple(part.strip() for part in line.split("=>")) for line in LINES]
 
 
 def test_settings_without_effect_are_refused_and_no_others():
-    """Each condition of each declaration, met and not met."""
+    """Every declared condition is tried, met and not met."""
     commands = [command.split(" ") for command, _ in CASES]
     found = []
     for words, one in zip(commands, compose(commands), strict=True):

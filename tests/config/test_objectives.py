@@ -1,4 +1,4 @@
-"""Objectives answer for themselves: nothing outside of their table asks which one it is."""
+"""Only the table of objectives asks which objective is in use."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DECLARES = "config/objective.py"
 
 
 def is_objective(node):
-    """Tell whether an expression reads an objective's name, or the tokens that it supervises."""
+    """Tell whether an expression reads an objective's name or its supervised tokens."""
     if isinstance(node, ast.Attribute):
         owner = getattr(node.value, "attr", getattr(node.value, "id", ""))
         return node.attr in {"labels", "objective"} or (
@@ -37,10 +37,10 @@ def is_objective(node):
 
 
 def questions(source):
-    """Return the lines that compare an objective's name, or name the settings of one."""
+    """Return the lines that compare an objective's name, or name a settings class of one."""
     found = set()
     if not re.search("labels|objective", source.casefold()):
-        return []  # to parse every file takes seconds
+        return []  # parsing every file takes seconds
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Name | ast.Attribute):
             word = node.id if isinstance(node, ast.Name) else node.attr
@@ -58,7 +58,7 @@ def questions(source):
 
 
 def test_nothing_outside_asks_which_objective_it_is():
-    """An answer that depends on the objective is an attribute or a method of its own."""
+    """Anything that depends on the objective is an attribute or a method of it."""
     asked = {
         f"{file}:{line}"
         for path in sorted(SOURCE.rglob("*.py"))
@@ -79,7 +79,7 @@ def test_nothing_outside_asks_which_objective_it_is():
     ],
 )
 def test_a_question_is_found(question):
-    """The count sees comparisons of names, and classes of settings."""
+    """The check finds comparisons of names, and settings classes."""
     assert questions(question) == [1]
 
 
@@ -87,12 +87,12 @@ def test_a_question_is_found(question):
     "answer", ["a = objective.spec.in_chunks", "a = turn['role'] == 'assistant'", "a = 'causal'"]
 )
 def test_an_answer_is_no_question(answer):
-    """Asking the objective, and the same words of something else, are free."""
+    """Calling the objective is allowed, and so are the same words in another meaning."""
     assert questions(answer) == []
 
 
 def test_each_objective_has_its_settings_and_its_documents():
-    """A name in the table that cannot be used would be found by a run alone."""
+    """A name without an implementation would otherwise fail only in a run."""
     for name, spec in OBJECTIVES.built_in.items():
         settings = spec.schema(_target_="any")
         assert name == spec.name == settings.name
@@ -102,7 +102,7 @@ def test_each_objective_has_its_settings_and_its_documents():
 
 
 def test_settings_are_of_tokens_or_of_the_loss():
-    """What selects tokens belongs to a cache key; the rest is handed to the class."""
+    """Settings that select tokens enter the cache key; the others are arguments of the class."""
     assistant = AssistantObjective(_target_="any", turns=Turns.last, chunk_tokens=8)
     assert assistant.spec.selected(assistant) == {"turns": "last"}
     of_loss = {"chunk_tokens": 8, "dft": False, "label_smoothing": 0.0, "z_loss": 0.0}
@@ -114,7 +114,7 @@ def test_settings_are_of_tokens_or_of_the_loss():
 
 
 def test_what_is_supervised_has_its_share():
-    """One, half, or k of a document's tokens; `k` of zero is all that follows the prompt."""
+    """All, half, or k of a document's tokens; k=0 means all tokens of the response."""
     share = {
         (settings.name, getattr(settings, "k", None)): settings.spec.supervised_frac(settings, 40)
         for settings in (
@@ -136,18 +136,18 @@ def test_what_is_supervised_has_its_share():
 
 @dataclass(kw_only=True, slots=True)
 class _Own(ObjectiveConfig):
-    """A class of the user's, as a file of `own/` declares it."""
+    """A user's objective, as declared by a file in `own/`."""
 
     weight: float = 1.0
 
 
 @pytest.mark.parametrize("labels", ["assistant", "causal", "last_k"])
 def test_a_class_of_the_users_is_over_the_tokens_that_it_names(labels):
-    """Its documents are those of the objective; its loss is its own, and of unknown meaning."""
+    """Its documents are those of the built-in objective; its loss is not a known likelihood."""
     own = _Own(_target_="own.loss.Mine", name="mine", labels=labels)
     ours = OBJECTIVES.named(labels)
     assert (own.spec.name, own.spec.documents) == ("mine", ours.documents)
     assert (own.spec.is_likelihood, own.spec.in_chunks, own.spec.needs_reference) == (False,) * 3
     assert own.spec.arguments(own, 32, on_gpu=False) == {"weight": 1.0}
-    assert own.spec.head_positions(own, 700, 32, on_gpu=False) == 700  # all logits at once
+    assert own.spec.head_positions(own, 700, 32, on_gpu=False) == 700  # the logits of all tokens
     assert own.spec.last_tokens(own) is None

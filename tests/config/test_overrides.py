@@ -16,7 +16,7 @@ from mens_exp.config.overrides import check, spelled_out
 from mens_exp.config.schedule import ScheduleKind
 from mens_exp.errors import ConfigError, MensError
 
-# Override, the place its message names, and what the message holds besides.
+# Override, place of the message, and further parts of the message.
 REFUSED = [
     (
         "quant.duble_quant=true",
@@ -122,7 +122,7 @@ REFUSED = [
     ],
 )
 def test_setting_that_hydra_refuses_is_named(override, parts):
-    """Hydra says `Key 'dri' not in 'RunDir'`."""
+    """Hydra would say `Key 'dri' not in 'RunDir'`."""
     (problem,) = checked(override).problems
     assert all(part in str(problem) for part in parts)
 
@@ -146,7 +146,7 @@ def problem(*texts, multirun=False):
 
 @pytest.mark.parametrize(("text", "where", "parts"), REFUSED)
 def test_refused_override_is_told_among_all_others(text, where, parts):
-    """One command with every fault tells each: the place, what was found, what is accepted."""
+    """A command with all of these faults gives a complete message for each."""
     problems = checked(*(text for text, _, _ in REFUSED)).problems
     assert len(problems) == len(REFUSED)
     mine = problems[[other for other, _, _ in REFUSED].index(text)]
@@ -171,20 +171,20 @@ def test_refused_override_is_told_among_all_others(text, where, parts):
     ],
 )
 def test_a_value_of_another_shape_is_refused(text, where, parts):
-    """OmegaConf accepts these, and what reads the setting would fail."""
+    """OmegaConf accepts these values, and reading the setting would fail."""
     mine = problem(text)
     assert mine.where == where
     assert all(part in str(mine) for part in parts)
 
 
 def test_a_range_without_a_step_is_refused():
-    """Hydra would raise while it expands the sweep, of options too."""
+    """Hydra would raise while it expands the sweep, also for a group's options."""
     for text in ("seed=range(0,4,0)", "trainer=range(0,1,0)"):
         assert "a range needs a step other than 0" in str(problem(text, multirun=True))
 
 
 def test_whole_lists_may_be_interpolated():
-    """If they have the type of the setting."""
+    """The interpolated list has the type of the setting."""
     told = config("lora.targets=[q_proj,v_proj]", "quant.skip=${lora.targets}")
     assert told.quant.skip == ["q_proj", "v_proj"]
 
@@ -200,7 +200,7 @@ VALUES = (
 
 @functools.cache
 def settings():
-    """Name every setting and group of a run."""
+    """List every setting and group of a run."""
 
     def inside(values, prefix=""):
         for name, value in values.items():
@@ -212,7 +212,7 @@ def settings():
 
 
 def drawn(seed):
-    """Draw a few overrides, of which most are wrong, and whether they are a sweep."""
+    """Draw a few overrides, most of them wrong, and whether to sweep."""
     draw = random.Random(seed)
 
     def one():
@@ -235,7 +235,7 @@ def drawn(seed):
     ids=["a few", "thousands"],
 )
 def test_random_overrides_compose_or_are_refused(seeds):
-    """None ends in an error of Hydra, of OmegaConf, or of a rule that expects another type."""
+    """None raises an error of Hydra or OmegaConf, or fails in a rule that expects another type."""
     refused = 0
     for seed in seeds:
         texts, multirun = drawn(seed)
@@ -249,7 +249,7 @@ def test_random_overrides_compose_or_are_refused(seeds):
 
 
 def test_refused_overrides_leave_the_others_in_force():
-    """What is left composes, so that its values and files can be judged too."""
+    """The remaining overrides compose, so that their values and files are checked too."""
     result = checked("seed=7", "lora.rr=1", "lora.r=0")
     assert [problem.where for problem in result.problems] == ["lora.rr", "lora.r"]
     assert (result.cells[0].config.seed, result.cells[0].config.lora.r) == (7, 0)
@@ -274,7 +274,7 @@ ACCEPTED = [
 
 
 def test_accepted_overrides_take_effect():
-    """Each kind that Hydra offers and that means something here."""
+    """Every kind of override in Hydra that has a meaning here."""
     run = config(*ACCEPTED)
     assert (run.optim.lr, run.lora.r, run.lora.alpha) == (1e-4, 8, 4)
     assert (run.data.seq_len, run.model.name, run.suite.items) == (256, "tiny_llama", 8)
@@ -285,66 +285,66 @@ def test_accepted_overrides_take_effect():
 
 
 def test_overrides_are_recorded_as_typed():
-    """The record repeats the command."""
+    """The record can repeat the command."""
     assert checked(*ACCEPTED).cells[0].composed.overrides == tuple(ACCEPTED)
 
 
 def test_no_override_is_the_default_run():
-    """Nothing is wrong with the defaults."""
+    """The defaults have no problem."""
     assert config().task.name == "train"
 
 
 def test_list_of_callbacks_composes_them():
-    """Hydra lets a group take several options; an unknown one among them is named."""
+    """In Hydra a group may have several options; an unknown one is named."""
     assert list(config("callbacks=[facts,telemetry]").callbacks) == ["facts", "telemetry"]
     refused = problem("callbacks=[facts,telemetri]")
     assert (refused.where, refused.found) == ("callbacks", "telemetri")
 
 
 def test_last_of_two_values_wins():
-    """As in Hydra."""
+    """A repeated key takes the last value, as in Hydra."""
     assert config("seed=1", "seed=2").seed == 2
 
 
 def test_key_of_a_misspelt_option_is_let_be():
-    """Only the option is wrong: its key would be right with the option that was meant."""
+    """Only the option is reported: the key is valid for the intended option."""
     assert problem("data=jsnl", "data.path=rows.jsonl").where == "data"
 
 
 def test_wrong_key_of_a_misspelt_option_is_told():
-    """No option of the group has it."""
+    """No option of the group has such a key."""
     problems = checked("data=jsnl", "data.pth=rows.jsonl").problems
     assert [problem.where for problem in problems] == ["data", "data.pth"]
 
 
 def test_a_callbacks_class_on_the_command_line_is_told_its_file():
-    """As Hydra's users add an object; the option can then be named in records and sweeps."""
+    """A user of Hydra adds an object this way; a file gives it a name for records and sweeps."""
     told = problem("+callbacks.mine._target_=pkg.Mine")
     assert "conf/callbacks/mine.yaml" in told.expected
     assert "callbacks=[default,mine]" in told.remedy
 
 
 def test_required_value_is_asked_for():
-    """The key is named, with how to give it."""
+    """The message names the key and says how to set it."""
     asked = problem("data=jsonl")
     assert (asked.where, asked.remedy) == ("data.path", "add data.path=…")
     assert checked("data=jsonl").cells == ()
 
 
 def test_required_value_given_wrongly_is_not_asked_for_again():
-    """One fault, one message."""
+    """One fault gives one message."""
     assert "several values" in str(problem("data=jsonl", "data.path=a.jsonl,b.jsonl"))
-    told = problem("task=merge", "path=a,b")  # nothing about a path that is missing
+    told = problem("task=merge", "path=a,b")  # no message about a missing path
     assert "'path=\"a,b\"'" in str(told)
 
 
 def test_value_that_does_not_resolve_is_told():
-    """An interpolation is judged when it is resolved."""
+    """An interpolation is checked when it is resolved."""
     assert "nowhere" in str(problem("seed=${nowhere}"))
 
 
 def test_files_and_columns_are_written_as_a_user_writes_them():
-    """A list, a glob, and columns by name; a misspelt field has the nearest."""
+    """A list, a glob and column names are accepted; a misspelt field gets a suggestion."""
     rows = config(
         "data=jsonl", "data.path=[a.jsonl,b/*.jsonl]", "data.columns={prompt:q,response:a}"
     )
@@ -356,21 +356,21 @@ def test_files_and_columns_are_written_as_a_user_writes_them():
 
 
 def test_turns_are_no_setting_of_an_objective_that_learns_everything():
-    """It would do nothing there."""
+    """The causal objective trains on every token, so the setting would have no effect."""
     refused = problem("objective=causal", "objective.turns=last")
     assert refused.where == "objective.turns"
     assert "objective=assistant or distillation, which have it" in str(refused)
 
 
 def test_setting_that_another_one_undoes_is_refused():
-    """Said with what undoes it; without that it is accepted."""
+    """The message names the other setting; without that one, it is accepted."""
     given = ("data=jsonl", "data.path=a.jsonl", "data.val_frac=0.1")
     assert config(*given).data.val_frac == 0.1
     assert problem(*given, "data.val_path=b.jsonl").where == "data.val_frac"
 
 
 def test_task_tells_what_it_does_not_read():
-    """Every explicit override without effect."""
+    """Every explicit override without effect is reported."""
     problems = checked("task=evaluate", "path=latest", "seed=3", "lora=qv").problems
     assert [problem.where for problem in problems] == ["seed", "lora"]
     assert config("task=evaluate", "path=latest", "trainer=cpu").trainer.accelerator == "cpu"
@@ -387,7 +387,7 @@ SWEEPS = [
 
 @pytest.mark.parametrize("texts", SWEEPS, ids=" ".join)
 def test_sweep_makes_the_cells_that_hydra_runs(texts):
-    """The same ones in the same order, as a cell is found by the number of Hydra's job."""
+    """The cells are in Hydra's order, because a cell is found by Hydra's job number."""
     loader = ConfigLoaderImpl(create_config_search_path(str(config_directory())))
     parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(texts))
     hydras = BasicSweeper.split_arguments(parsed, None)[0]
@@ -399,7 +399,7 @@ def test_sweep_makes_the_cells_that_hydra_runs(texts):
 
 
 def test_cells_of_a_sweep_hold_its_values():
-    """Two factors with two values each are four runs."""
+    """Two factors with two values each give four runs."""
     cells = checked("seed=1,2", "lora=qv,mlp", multirun=True).cells
     assert [(cell.config.seed, cell.config.lora.name) for cell in cells] == [
         (1, "qv"),
@@ -410,7 +410,7 @@ def test_cells_of_a_sweep_hold_its_values():
 
 
 def test_sweep_tells_the_one_wrong_value():
-    """Of a key, of an option, and out of range."""
+    """A wrong key, a wrong option, or a value out of range."""
     texts = ("lora.r=8,abc", "lora=qv,qvv", "trainer.max_steps=4,60")
     problems = checked(*texts, multirun=True).problems
     assert [(p.where, p.found) for p in problems] == [("lora.r", "abc"), ("lora", "qvv")]
@@ -426,12 +426,12 @@ def test_key_must_fit_every_option_of_a_sweep():
 
 @pytest.mark.parametrize("text", ["lora.r=interval(1,8)", "seed=shuffle(1,2,3)"])
 def test_sweep_without_a_fixed_list_is_refused(text):
-    """Cells that are not known beforehand cannot be checked."""
+    """Unknown cells could not be checked before the sweep."""
     assert "must list its values, in order" in str(problem(text, multirun=True))
 
 
 def test_a_mapping_of_patterns_takes_any_keys():
-    """Groups, names and globs; a sweep gives each run its own."""
+    """Groups, layer names and globs are keys; each run of a sweep may have other keys."""
     checked = check(["lora.rank_pattern={mlp:4,*.layers.1.*.q_proj:8}"])
     assert checked.problems == ()
     assert checked.cells[0].config.lora.rank_pattern == {"mlp": 4, "*.layers.1.*.q_proj": 8}
@@ -440,7 +440,7 @@ def test_a_mapping_of_patterns_takes_any_keys():
 
 
 def test_an_empty_mapping_is_refused_where_it_cannot_empty_another():
-    """Mappings are merged, so that it does nothing; one that is empty already may be said to be."""
+    """Mappings are merged, so it would have no effect; a mapping that is empty may be set to {}."""
     told = ["task=promote", "ledger=l", "path=p", "policy=burn_production", "policy.floors={}"]
     found = str(problem(*told))
     assert "policy.floors: an empty mapping changes nothing" in found
@@ -464,7 +464,7 @@ def test_options_that_do_not_go_together_are_told(tmp_path, monkeypatch):
 
 
 def test_an_adapter_s_file_may_be_named_in_short():
-    """A mapping of the section's keys stays what it is."""
+    """A mapping with keys of the section stays as it is."""
     given = ["adapter=a.safetensors", "adapter={select:best}", "adapter.select=best", "seed=1"]
     assert spelled_out(given) == ["adapter.file=a.safetensors", *given[1:]]
 
@@ -474,7 +474,7 @@ def test_an_adapter_s_file_may_be_named_in_short():
     ["Is 1,2 a list? [yes] (no) {maybe}!", "It's a \\ test: 100 %, $HOME", "true", "two words"],
 )
 def test_a_prompt_may_have_any_characters(question):
-    """What a shell passes on arrives as it is, once or twice spelled out; null stays no prompt."""
+    """The prompt arrives as the shell passed it, even if normalized twice; null means no prompt."""
     texts = spelled_out(spelled_out(["task=chat", "path=base", f"prompt={question}"]))
     (cell,) = check(texts).cells
     assert cell.config.prompt == question
@@ -496,11 +496,11 @@ def test_a_prompt_may_have_any_characters(question):
     ],
 )
 def test_paths_need_no_quotes_where_a_task_reads_several(texts, multirun, expected):
-    """With -m, or where a task reads one path, a comma separates cells, as everywhere."""
+    """With -m, or if a task reads one path, a comma separates sweep values."""
     assert expected in spelled_out(texts, multirun=multirun)
 
 
 def test_an_integer_beyond_all_floats_is_a_wrong_value():
-    """Python has such integers, and OmegaConf does not say so by an error of its own."""
+    """Python has such integers, and OmegaConf raises OverflowError for them."""
     (problem,) = check(["optim.lr=1" + "0" * 400]).problems
     assert str(problem).startswith("optim.lr: wrong type")

@@ -13,7 +13,7 @@ from mens_exp.errors import ConfigError
 
 @pytest.fixture
 def write(tmp_path, monkeypatch):
-    """Write a file below ./conf of an empty working directory."""
+    """Write a file below ./conf of an otherwise empty working directory."""
     monkeypatch.chdir(tmp_path)
 
     def written(name, text):
@@ -36,20 +36,20 @@ def only(*overrides):
 
 
 def test_without_a_conf_folder_the_options_are_ours(write):
-    """In an empty directory nothing is added."""
+    """In an empty directory, no options are added."""
     assert group_options() == option_files.our_options()
     assert option_files.user_directory() is None
 
 
 def test_our_own_conf_is_not_the_users(monkeypatch):
-    """In a checkout ./conf is ours, and nothing changes."""
+    """In a checkout, ./conf is mens_exp's own and adds nothing."""
     monkeypatch.chdir(config_directory().parent)
     assert option_files.user_directory() is None
 
 
 @pytest.mark.usefixtures("print_every")
 def test_a_class_is_composed_under_its_files_name_without_any_header():
-    """Neither a package line nor a schema is asked of the user."""
+    """The user's file needs neither a package directive nor a schema."""
     (one,) = compose([["callbacks=[minimal,print_every]", "callbacks.print_every.every_n=2"]])
     assert dict(one.values.callbacks.print_every) == {
         "_target_": "my_callbacks.PrintEvery",
@@ -60,7 +60,7 @@ def test_a_class_is_composed_under_its_files_name_without_any_header():
 
 @pytest.mark.usefixtures("print_every")
 def test_a_list_of_callbacks_has_a_name_of_its_own(write):
-    """callbacks=mine is ours and the user's."""
+    """callbacks=mine combines built-in callbacks with the user's."""
     write("callbacks/mine.yaml", "# m\ndefaults:\n  - default\n  - print_every\n")
     (one,) = compose([["callbacks=mine"]])
     assert list(one.values.callbacks)[-2:] == ["checkpoint", "print_every"]
@@ -77,24 +77,24 @@ def test_a_list_of_callbacks_has_a_name_of_its_own(write):
     ],
 )
 def test_a_setting_of_theirs_is_checked_like_ours(override, said):
-    """By key and by the type that the YAML shows."""
+    """The key is checked, and the type that the value in the YAML has."""
     assert said in str(only("callbacks=[default,print_every]", override))
 
 
 @pytest.mark.usefixtures("print_every")
 def test_a_misspelled_option_names_the_nearest_of_ours_and_theirs():
-    """Both are options alike."""
+    """Built-in and user options are suggested alike."""
     assert "the nearest is print_every" in str(only("callbacks=print_evry"))
 
 
 @pytest.mark.usefixtures("print_every")
 def test_adding_a_callback_with_a_plus_says_how_to_write_it():
-    """The natural spelling elsewhere in Hydra is none here."""
+    """This is the usual spelling in Hydra, but not here."""
     assert "write callbacks=[default,print_every]" in str(only("+callbacks=print_every"))
 
 
 def test_types_follow_the_values(write):
-    """A whole number stays one; a list keeps the kind of its entries; null takes anything."""
+    """An int is accepted for a float, list entries keep their type, and null accepts any value."""
     text = (
         "_target_: m.O\nlr: 0.1\nbeta: 0.9\nnesterov: true\nks: [1, 2]\nextra: null\nmap: {a: 1}\n"
     )
@@ -110,7 +110,7 @@ def test_types_follow_the_values(write):
 def test_names_of_an_objective_and_a_backend_are_their_files(
     write,
 ):
-    """And an objective learns the assistant's tokens unless it says otherwise."""
+    """An objective trains on the assistant's tokens unless it says otherwise."""
     write("objective/focal.yaml", "# f\n_target_: m.Focal\ngamma: 2.0\n")
     write("backend/mine.yaml", "# b\n_target_: m.B\n")
     config = typed(compose([["objective=focal", "backend=mine"]])[0].values)
@@ -119,7 +119,7 @@ def test_names_of_an_objective_and_a_backend_are_their_files(
 
 
 def test_an_experiment_of_ones_own_sets_what_it_likes(write):
-    """Options of values alone need no class."""
+    """Options that only set values need no class."""
     write(
         "experiment/mine.yaml",
         "# @package _global_\n# e\ndefaults: [override /model: tiny_llama, _self_]\nseed: 7\n",
@@ -129,7 +129,7 @@ def test_an_experiment_of_ones_own_sets_what_it_likes(write):
 
 
 def test_an_option_can_build_on_one_of_ours(write):
-    """Its schema then is that of ours."""
+    """The option then has the schema of the built-in one."""
     write("optim/slow.yaml", "# s\ndefaults:\n  - adamw\n  - _self_\nlr: 1e-5\n")
     (cell,) = check(["optim=slow"]).cells
     assert cell.config.optim.lr == 1e-5
@@ -147,7 +147,7 @@ def test_an_option_can_build_on_one_of_ours(write):
     ],
 )
 def test_a_file_that_would_do_nothing_is_refused(write, file, text, said):
-    """By its path, whatever else the command asks for."""
+    """The message has the file's path, whatever the command is."""
     write(file, text)
     problem = only("seed=1")
     assert said in str(problem)
@@ -156,7 +156,7 @@ def test_a_file_that_would_do_nothing_is_refused(write, file, text, said):
 
 
 def test_a_misspelled_key_in_an_experiment_names_the_nearest(write):
-    """With its file, which is where it has to be corrected."""
+    """The message names the file to correct."""
     write("experiment/xbad.yaml", "# @package _global_\ntrainer: {max_stepps: 2}\n")
     with pytest.raises(ConfigError) as raised:
         check(["experiment=xbad"])
@@ -167,7 +167,7 @@ def test_a_misspelled_key_in_an_experiment_names_the_nearest(write):
 
 @pytest.mark.parametrize("group", ["suite", "quant", "lora"])
 def test_a_file_that_names_a_spec_inherits_from_no_other(write, group):
-    """The schema comes from the spec; values of another would be under a schema of their own."""
+    """The schema comes from the spec; inherited values would belong to another schema."""
     write(f"{group}/mine.yaml", "defaults: [other, _self_]\n_target_: mine.SPEC\n")
     problem = only("seed=1")
     assert str(problem).startswith(f"conf/{group}/mine.yaml: defaults: a file that names a spec")
@@ -177,7 +177,7 @@ def test_a_file_that_names_a_spec_inherits_from_no_other(write, group):
 def test_a_copy_of_ours_and_a_folder_of_somebody_else_are_let_be(
     write,
 ):
-    """Neither changes what a command means."""
+    """Neither one changes the meaning of a command."""
     copy = write("optim/adamw.yaml", "")
     shutil.copy(config_directory() / "optim/adamw.yaml", copy)
     write("zzz_db/mysql.yaml", "x: 1\n")
@@ -186,13 +186,13 @@ def test_a_copy_of_ours_and_a_folder_of_somebody_else_are_let_be(
 
 @pytest.mark.parametrize("key", ["_partial_", "_args_", "not a name"])
 def test_keys_that_are_no_arguments_are_refused(write, key):
-    """Hydra would take some of them for itself."""
+    """Hydra would interpret some of these keys itself."""
     write("optim/mine.yaml", f"_target_: m.O\n{key}: true\n")
     assert "is not a setting of a class" in str(only("optim=mine"))
 
 
 def test_a_frozen_copy_is_read_whatever_becomes_of_the_folder(write, tmp_path):
-    """As a sweep needs it, which composes each cell when its turn comes."""
+    """A sweep needs the copy, because it composes each cell only when its turn comes."""
     file = write("optim/mine.yaml", "# o\n_target_: m.O\nlr: 0.25\n")
     copy = tmp_path / "copy"
     shutil.copytree(tmp_path / "conf", copy)

@@ -14,7 +14,7 @@ def said(override):
 
 
 def test_every_name_of_ours_exists(option, nodes):
-    """As a group, or as a key of some option; a table of wrong names would mislead."""
+    """Each name in the aliases is a group, or a key of some option."""
     known = {*group_options(), *RunConfig.__dataclass_fields__, "hydra.run.dir"}
     for group, options in group_options().items():
         for name in options:
@@ -31,7 +31,7 @@ def test_every_name_of_ours_exists(option, nodes):
 
 
 def test_no_name_of_theirs_is_one_of_ours():
-    """It would never be shown."""
+    """mens_exp reads its own names first, so such an alias would never be used."""
     assert ALIASES.keys().isdisjoint({*group_options(), *RunConfig.__dataclass_fields__})
 
 
@@ -55,18 +55,18 @@ def test_no_name_of_theirs_is_one_of_ours():
     ],
 )
 def test_a_peers_name_is_told_with_ours(override, parts):
-    """Whoever comes from there reads what to write."""
+    """The message gives the setting of mens_exp to write."""
     assert all(part in said(override) for part in parts)
 
 
 @pytest.mark.parametrize("key", ["data.config", "data.name"])
 def test_the_configuration_of_a_dataset_is_a_subset_here(key):
-    """`load_dataset(path, name)` calls it a name, and a dataset's card config_name."""
+    """`load_dataset(path, name)` calls it a name, and a dataset card config_name."""
     (problem,) = check(["data=hub", "data.id=a/b", f"{key}=en"]).problems
     assert "Next: write data.subset=en" in str(problem)
 
 
 def test_a_name_of_nobody_is_a_typing_slip():
-    """The nearest key of ours is named, and no peer."""
+    """The nearest key of mens_exp is suggested, and no other tool is mentioned."""
     assert alias_of("learning_rat") is None
     assert "call" not in said("trainer.max_stpes=4").partition("expected")[0]

@@ -1,4 +1,4 @@
-"""Quantizers answer for themselves: nothing outside of their table asks which one it is."""
+"""Only the table of quantizers asks which quantizer is in use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mens_exp.config.quant import (
 SOURCE = Path(__file__).parents[2] / "src" / "mens_exp"
 NAMES = set(BUILT_IN) - {"none"}
 
-# Who may ask which quantizer it is, and why.
+# The exempt files, with the reason.
 MAY_ASK = {
     "config/quant.py": "declares the names",
     "quant": "is what the quantizers do",
@@ -30,16 +30,16 @@ def may_ask(file):
 
 
 def is_member(node):
-    """Tell whether an expression is a member of QuantType, by its name."""
+    """Tell whether an expression is a member of QuantType, by name."""
     owner = node.value if isinstance(node, ast.Attribute) else None
     return isinstance(owner, ast.Name) and owner.id == "QuantType" and not node.attr.startswith("_")
 
 
 def questions(source):
-    """Return the lines that name a member of QuantType, or compare with a quantizer's name."""
+    """Return the lines that use a member of QuantType or compare with a quantizer's name."""
     found = set()
     if not any(word in source for word in ("QuantType", *NAMES)):
-        return []  # to parse every file takes seconds
+        return []  # parsing every file takes seconds
     for node in ast.walk(ast.parse(source)):
         if is_member(node):
             found.add(node.lineno)
@@ -53,7 +53,7 @@ def questions(source):
 
 
 def test_nothing_outside_asks_which_quantizer_it_is():
-    """An answer that depends on the quantizer is an attribute or a method of its own."""
+    """Anything that depends on the quantizer is an attribute or a method of it."""
     asked = {
         f"{file}:{line}"
         for path in sorted(SOURCE.rglob("*.py"))
@@ -64,7 +64,7 @@ def test_nothing_outside_asks_which_quantizer_it_is():
 
 
 def test_every_exemption_is_in_use():
-    """A file that no longer asks is taken off the list."""
+    """A file that no longer asks must be removed from the list."""
     asking = {
         path.relative_to(SOURCE).as_posix()
         for path in SOURCE.rglob("*.py")
@@ -87,7 +87,7 @@ def test_every_exemption_is_in_use():
     ],
 )
 def test_a_question_is_found(question):
-    """The count sees members, names in comparisons and number formats."""
+    """The check finds enum members, and comparisons with names and number formats."""
     assert questions(question) == [1]
 
 
@@ -96,24 +96,24 @@ def test_a_question_is_found(question):
     ["a = quant.spec.code_bits == 8", "a = QuantType(name)", "say = 'choose quant=nf4'"],
 )
 def test_an_answer_is_no_question(answer):
-    """Asking the quantizer, making a choice of its name, and messages are free."""
+    """Calling the quantizer, choosing from its names, and messages are allowed."""
     assert questions(answer) == []
 
 
 def test_the_schema_accepts_what_the_table_has():
-    """A name without a quantizer, or the other way round, would be found by a run alone."""
+    """A mismatch between schema and table would otherwise show only in a run."""
     assert {one.value for one in QuantType} == BUILT_IN.keys()
     assert all(one.spec.name == one.value for one in QuantType)
 
 
 def test_a_record_of_another_quantizer_is_unknown():
-    """Records come from elsewhere too, with names that nothing here has."""
+    """Records may come from other programs, with names that do not exist here."""
     assert QUANTIZERS.known("hqq") is None
     assert QUANTIZERS.known("fp4") is QUANTIZERS.named("fp4")
 
 
 def test_a_weight_takes_the_bits_of_the_papers():
-    """QLoRA, section 3: 0.5 and 0.127 bits of scales; LLM.int8: an f32 scale for each row."""
+    """Scales take 0.5 or 0.127 bits (QLoRA, section 3), or a float32 per row (LLM.int8)."""
 
     def bits(name, *, double_quant=False):
         return BUILT_IN[name].bits_per_weight(
@@ -129,14 +129,14 @@ def test_a_weight_takes_the_bits_of_the_papers():
 
 
 def test_a_format_with_its_own_block_has_no_other():
-    """OCP's 32 and NVIDIA's 16; NormalFloat takes the setting."""
+    """32 for OCP's formats and 16 for NVIDIA's; only NormalFloat takes the setting."""
     assert QuantConfig(quant_type=QuantType.mxfp4).block == 32
     assert QuantConfig(quant_type=QuantType.nvfp4).block == 16
     assert QuantConfig(quant_type=QuantType.nf3, block_size=128).block == 128
 
 
 def test_a_configuration_hands_on_to_its_quantizer():
-    """The group knows the settings; its quantizer, what they mean."""
+    """The config group has the settings; the quantizer interprets them."""
     assert QuantConfig(quant_type=QuantType.int8).spec.keeps_inputs
     assert not QuantConfig(quant_type=QuantType.nf4).spec.keeps_inputs
     assert QuantConfig(quant_type=QuantType.none).is_quantized is False

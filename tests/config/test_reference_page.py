@@ -24,25 +24,25 @@ ENTRY = re.compile(
 
 @pytest.fixture(scope="module")
 def pages():
-    """Every page by its name."""
+    """The reference pages by name."""
     return reference_page.pages()
 
 
 @pytest.fixture(scope="module")
 def entries(pages):
-    """The parts of every entry by its key."""
+    """The parts of every entry, by its key."""
     return {
         found["key"]: found.groupdict() for text in pages.values() for found in ENTRY.finditer(text)
     }
 
 
 def test_the_pages_are_current(pages):
-    """A change of a schema or of a group changes the pages too: make docs."""
+    """If a schema or a group changed, run `make docs`."""
     assert {file.name: file.read_text("utf-8") for file in DIRECTORY.iterdir()} == pages
 
 
 def test_every_key_stands_once_and_every_option_is_listed(pages, entries):
-    """Of every schema of every group, and of the root."""
+    """The reference has the keys of all schemas of all groups, and those of the root."""
     text = "\n".join(pages.values())
     keys = re.findall(r"^### `(.*)`$", text, re.MULTILINE)
     assert len(keys) == len(set(keys)) == len(entries)
@@ -60,7 +60,7 @@ def test_every_key_stands_once_and_every_option_is_listed(pages, entries):
 
 
 def test_an_entry_states_type_range_default_and_contract(entries):
-    """As the schema declares them."""
+    """They agree with the declaration in the schema."""
     assert entries["lora.dropout"]["facts"].split(" · ") == [
         "number",
         "`>= 0 and < 1`",
@@ -80,14 +80,14 @@ def test_an_entry_states_type_range_default_and_contract(entries):
 
 
 def test_an_entry_states_conditions_and_the_names_of_others(entries):
-    """Both follow the meaning."""
+    """They follow the meaning of the key."""
     meaning = entries["quant.double_quant"]["meaning"]
     assert "Needs quant.quant_type=nf4 or fp4." in meaning
     assert "`double_quantization` in LLaMA-Factory" in meaning
 
 
 def test_every_entry_has_an_example_that_is_no_default(entries):
-    """Declare a key's example= where its type does not give one."""
+    """If the type gives no example, the key declares one with example=."""
     shown = {key: entry["example"].partition("=")[2] for key, entry in entries.items()}
     assert {
         key for key, value in shown.items() if value in {"", "null", "[]", "{}", "???"}
@@ -95,7 +95,7 @@ def test_every_entry_has_an_example_that_is_no_default(entries):
 
 
 def test_declared_examples_have_the_type_of_their_key():
-    """No example is what an entry would call refused."""
+    """Every declared example is accepted for its key."""
     for group in our_options():
         for key in reference_page._group_keys(group):
             if key.about.example:
@@ -103,7 +103,7 @@ def test_declared_examples_have_the_type_of_their_key():
 
 
 def test_refusals_are_those_of_commands(entries):
-    """Of a few keys, drawn anew each time, that need no option of their own."""
+    """A random sample of four keys that need no particular option, checked against real errors."""
     drawn = random.sample(
         [
             entry
@@ -119,7 +119,7 @@ def test_refusals_are_those_of_commands(entries):
 
 
 def test_no_row_breaks_its_table(pages):
-    """Every row has the columns of its head."""
+    """Every row has as many columns as the header."""
     for text in pages.values():
         for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
             widths = {len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}

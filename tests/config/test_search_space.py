@@ -23,7 +23,7 @@ def one(text):
     ],
 )
 def test_lists_are_choices(text, kind, values):
-    """A group's options are told apart, since other keys depend on them."""
+    """A group is a kind of its own, since other keys depend on its option."""
     found = one(text)
     assert (found["kind"], found["values"]) == (kind, values)
 
@@ -43,7 +43,7 @@ def test_lists_are_choices(text, kind, values):
 def test_ranges_and_intervals_have_ends(  # one column each
     text, kind, low, high, step, log
 ):
-    """A range leaves its end out, as Hydra does; an interval has both."""
+    """A range excludes its end, as in Hydra; an interval includes both ends."""
     found = one(text)
     assert found["kind"] == kind
     assert (found["low"], found["high"], found["step"]) == (low, high, step)
@@ -51,7 +51,7 @@ def test_ranges_and_intervals_have_ends(  # one column each
 
 
 def test_what_is_not_drawn_is_fixed_and_groups_come_first():
-    """In the order of what decides on what."""
+    """Dimensions are ordered so that a group precedes the keys that depend on it."""
     space = read_space(["seed=1", "optim.lr=interval(0,1)", "lora.r=4,8", "backend=qlora,lora"])
     assert space.fixed == ("seed=1",)
     assert [each["key"] for each in space.dimensions] == ["backend", "lora.r", "optim.lr"]
@@ -70,7 +70,7 @@ def test_what_is_not_drawn_is_fixed_and_groups_come_first():
     ],
 )
 def test_what_cannot_be_drawn_from_is_refused(text, said):
-    """Before anything is composed."""
+    """Refused before anything is composed."""
     (problem,) = read_space([text]).problems
     assert said in str(problem)
 
@@ -86,6 +86,6 @@ def test_what_cannot_be_drawn_from_is_refused(text, said):
     ],
 )
 def test_a_drawn_value_is_written_as_a_person_would(text, value, override):
-    """In six digits, as long as that stays between the ends; a step's multiple exactly."""
+    """Six digits, unless that is outside of the interval; multiples of a step are exact."""
     (dimension,) = read_space([text]).dimensions
     assert written(dimension, value) == override

@@ -18,7 +18,7 @@ from mens_exp.config.overrides import check
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
-    """A working directory with `additional_conf`, a package too, which has one more option."""
+    """A working directory with the package `additional_conf`, which adds one option."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     group = tmp_path / "additional_conf" / "lora"
@@ -46,7 +46,7 @@ def shown(capsys, *arguments):
     ids=" ".join,
 )
 def test_another_directory_adds_options(capsys, arguments):
-    """For this command alone: the next one does not know it."""
+    """Only for this command; the next one does not know the option."""
     assert shown(capsys, *arguments, "lora=imagenet").lora.r == 5
     assert cli.main(["--cfg", "job", "lora=imagenet"]) == 2
     assert "lora: unknown option" in capsys.readouterr().err
@@ -54,7 +54,7 @@ def test_another_directory_adds_options(capsys, arguments):
 
 
 def test_a_primary_config_of_ones_own_has_a_searchpath(here, capsys, monkeypatch):
-    """As in the documentation, with an interpolation of the environment; ours is its default."""
+    """As in Hydra's documentation, with oc.env; its defaults list includes mens_exp's config."""
     monkeypatch.setenv("PLACE", str(here))
     (here / "conf").mkdir()
     (here / "conf" / "mine.yaml").write_text(
@@ -67,7 +67,7 @@ def test_a_primary_config_of_ones_own_has_a_searchpath(here, capsys, monkeypatch
 
 
 def test_the_python_api_reads_a_searchpath_too():
-    """It is an override like any other."""
+    """In Python, hydra.searchpath is an override like any other."""
     found = compose("hydra.searchpath=[pkg://additional_conf]", "lora=imagenet")
     assert found.config.lora.r == 5
     with pytest.raises(MensError, match="is not a config directory"):
@@ -84,14 +84,14 @@ def test_the_python_api_reads_a_searchpath_too():
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_a_source_that_is_not_there_is_told(capsys, arguments, said):
-    """Hydra alone would warn, or say that an option is missing."""
+    """Hydra alone would warn, or report a missing option."""
     assert cli.main(["--cfg", "job", *arguments]) == 2
     assert said in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.fixture
 def grid(here):
-    """An experiment that sweeps two keys, as "Multi-run" writes it."""
+    """An experiment that sweeps two keys, in the form of Hydra's "Multi-run" page."""
     file = here / "conf" / "experiment" / "grid.yaml"
     file.parent.mkdir(parents=True)
     file.write_text(
@@ -108,7 +108,7 @@ def swept(*texts):
 
 
 def test_a_sweep_may_stand_in_an_experiment(grid):
-    """Each combination, the first key slowest; a value of the command line takes precedence."""
+    """Every combination, the first key slowest; a value on the command line takes precedence."""
     assert swept("experiment=grid") == [
         (seed, lora) for seed in (1, 2) for lora in ("qv", "qkv", "mlp")
     ]
@@ -117,7 +117,7 @@ def test_a_sweep_may_stand_in_an_experiment(grid):
 
 
 def test_an_unknown_key_of_a_sweeper_in_a_file_is_named(grid, here):
-    """With the file, and the nearest key that there is."""
+    """The message names the file and the nearest key."""
     file = here / "conf" / "experiment" / "grid.yaml"
     file.write_text(
         "# @package _global_\ndefaults:\n  - override /hydra/sweeper: optuna\n"
@@ -130,13 +130,13 @@ def test_an_unknown_key_of_a_sweeper_in_a_file_is_named(grid, here):
 
 
 def test_a_single_run_ignores_the_sweep_of_its_experiment(grid):
-    """As in Hydra: without -m there is no sweeper."""
+    """As in Hydra, the sweeper is not used without -m."""
     checked = check(["experiment=grid"])
     assert [cell.config.seed for cell in checked.cells] == [42]
 
 
 def test_a_mistake_in_a_swept_file_is_told_like_one_typed(grid, here):
-    """By its key."""
+    """The message names the key."""
     (here / "conf" / "experiment" / "grid.yaml").write_text(
         "# @package _global_\nhydra:\n  sweeper:\n    params:\n      lora.rr: 1,2\n", "utf-8"
     )

@@ -1,4 +1,4 @@
-"""Mistakes at the command line: one screen each, with the command to write next."""
+"""Mistakes on the command line: a message of one screen, with the command to write next."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mens_exp.errors import expected_name, listed
 
 COLUMNS, LINES = 80, 24
 
-# What is typed, what it is called, and what to write instead.
+# A mistaken command, and parts of its message.
 MISTAKES = {
     "--epochs 3": ("unknown flag found --epochs 3", "write trainer.max_epochs=3"),
     "--epochs=3": ("unknown flag found --epochs=3", "write trainer.max_epochs=3"),
@@ -78,7 +78,7 @@ MISTAKES = {
 def test_a_mistake_takes_one_screen_and_names_the_next_command(
     tmp_path, monkeypatch, capsys, command
 ):
-    """With exit code 2, and nothing written."""
+    """Exit code 2, and no file is written."""
     monkeypatch.chdir(tmp_path)
     assert cli.main(command.split()) == 2
     said = capsys.readouterr()
@@ -98,7 +98,7 @@ def test_a_mistake_takes_one_screen_and_names_the_next_command(
     ],
 )
 def test_to_switch_off_what_a_task_has_not_is_no_mistake(tmp_path, monkeypatch, override):
-    """A script may write it for every task; to ask for one is still told."""
+    """A script may switch it off for every task; choosing one is still an error."""
     monkeypatch.chdir(tmp_path)
     assert cli.main(["--cfg", "job", "task=doctor", override]) == 0
     group = override.lstrip("~").partition("=")[0]
@@ -108,7 +108,7 @@ def test_to_switch_off_what_a_task_has_not_is_no_mistake(tmp_path, monkeypatch, 
 
 
 def test_many_names_are_cut_and_counted():
-    """The first fit on a few lines of a terminal."""
+    """The message stays within a few terminal lines."""
     assert listed(["a", "b"]) == "one of a, b"
     assert listed([]) == "one of "
     said = listed([f"name_{number:03}" for number in range(500)])
@@ -130,13 +130,13 @@ def test_many_names_are_cut_and_counted():
     ],
 )
 def test_a_flag_of_another_tool_is_our_setting(flag, value, said):
-    """By its alias, its last name, or its group."""
+    """The setting is found by its alias, the last part of its key, or its group."""
     found = of_flag(flag, value)
     assert found is None if said is None else said in found
 
 
 def test_a_directory_of_a_run_is_a_path(tmp_path, monkeypatch):
-    """Typed alone, it may be read or resumed."""
+    """If only a path is typed, the suggestions are to read or resume the run."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "manifest.json").touch()
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Suites answer for themselves: nothing outside of their table asks which one it is."""
+"""Only the table of suites asks which suite is in use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "mens_exp"
 NAMES = suites.SUITES.built_in.keys()
 SCHEMAS = {spec.schema.__name__ for spec in suites.SUITES.built_in.values()}
 
-# Who may name a suite's settings, besides its own module.
+# The files outside the table that may use a suite's settings class.
 OF_SUITES = {
     "config/suite.py": "declares them",
     "evals/harness_suite.py": "lm_eval",
@@ -38,7 +38,7 @@ OF_SUITES = {
 
 
 def is_suite(node):
-    """Tell whether an expression reads a suite's name, in a configuration, a record or a card."""
+    """Tell whether an expression reads a suite's name from a configuration, a record or a card."""
     if isinstance(node, ast.Attribute) and node.attr == "name":
         node = node.value
     word = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
@@ -46,10 +46,10 @@ def is_suite(node):
 
 
 def questions(source):
-    """Return the lines that compare a suite's name, or name the settings of one."""
+    """Return the lines that compare a suite's name, or name a settings class of one."""
     found = set()
     if not re.search("suite|card", source.casefold()):
-        return []  # to parse every file takes seconds
+        return []  # parsing every file takes seconds
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Name | ast.Attribute):
             word = node.id if isinstance(node, ast.Name) else node.attr
@@ -67,7 +67,7 @@ def questions(source):
 
 
 def test_nothing_outside_asks_which_suite_it_is():
-    """An answer that depends on the suite is an attribute or a method of its own."""
+    """Anything that depends on the suite is an attribute or a method of it."""
     asked = {
         f"{file}:{line}"
         for path in sorted(SOURCE.rglob("*.py"))
@@ -87,18 +87,18 @@ def test_nothing_outside_asks_which_suite_it_is():
     ],
 )
 def test_a_question_is_found(question):
-    """The count sees comparisons of names, and classes of settings."""
+    """The check finds comparisons of names, and settings classes."""
     assert questions(question) == [1]
 
 
 @pytest.mark.parametrize("answer", ["a = suite.spec.scores", "a = base == 'none'", "a = 'rust'"])
 def test_an_answer_is_no_question(answer):
-    """Asking the suite, and the same words of something else, are free."""
+    """Calling the suite is allowed, and so are the same words in another meaning."""
     assert questions(answer) == []
 
 
 def test_each_suite_has_its_settings_and_its_class():
-    """A name in the table that cannot be opened would be found by a run alone."""
+    """A name without an implementation would otherwise fail only in a run."""
     for name, spec in suites.SUITES.built_in.items():
         assert spec.name == name == spec.schema().name == spec.schema().spec.name
         if spec.scores:
@@ -107,7 +107,7 @@ def test_each_suite_has_its_settings_and_its_class():
 
 
 def test_only_suites_that_run_programs_ask_for_a_sandbox(tmp_path):
-    """A suite that reads answers works on a machine where none can be had."""
+    """A suite that only reads answers works on machines without a sandbox."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "?", "expected": "x"}')
     for settings in (MiniPythonSuite(items=1), HumanEvalSuite(items=1), JsonlSuite(path=str(rows))):
@@ -115,7 +115,7 @@ def test_only_suites_that_run_programs_ask_for_a_sandbox(tmp_path):
 
 
 def test_a_suite_is_found_by_its_settings(tmp_path):
-    """Each goes by its option's name."""
+    """The settings class determines the suite."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "?", "expected": "x"}')
     assert frozen_suite(MiniPythonSuite(items=1)).name == "mini_python"
@@ -127,19 +127,19 @@ def test_a_suite_is_found_by_its_settings(tmp_path):
     [NoSuite(), HeldoutSyntaxSuite(), MiniPythonSuite(), JsonlSuite(), ScorecardSpecSuite()],
 )
 def test_a_suite_without_a_file_has_no_problem_with_it(suite):
-    """A path that is missing is told by the rules."""
+    """The rules report a missing path."""
     assert file_problems(suite) == []
 
 
 @pytest.mark.parametrize("kind", [HumanEvalSuite, JsonlSuite, ScorecardSpecSuite])
 def test_a_file_that_is_not_there_is_told(kind, tmp_path):
-    """With its path."""
+    """The message has the path."""
     (problem,) = file_problems(kind(path=str(tmp_path / "absent")))
     assert "absent: the file cannot be read" in str(problem)
 
 
 def test_a_wrong_row_is_told_before_training_begins(tmp_path, capsys):
-    """Nothing is trained for a scorecard that cannot be."""
+    """No training starts if its scorecard could not be computed."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "?"}\n{"prompt": "!"}\n')
     out = tmp_path / "run"
@@ -152,7 +152,7 @@ def test_a_wrong_row_is_told_before_training_begins(tmp_path, capsys):
 
 
 def test_suites_are_read_without_torch(tmp_path):
-    """A plan looks at their files too."""
+    """Planning reads suite files too, and has to be quick."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "?", "expected": "x"}')
     code = (

@@ -17,7 +17,7 @@ def said(*texts, multirun):
     ["sweep.retries=2", "hydra.launcher.n_jobs=2", "hydra/launcher=basic", "sweep.invalid=skip"],
 )
 def test_a_setting_of_a_sweep_needs_one(override):
-    """On a single run it would do nothing."""
+    """It would have no effect on a single run."""
     (problem,) = said("model=tiny_llama", override, multirun=False)
     assert "has no effect on a single run" in problem
     assert "add -m" in problem
@@ -25,13 +25,13 @@ def test_a_setting_of_a_sweep_needs_one(override):
 
 
 def test_the_launcher_in_one_process_reads_no_setting_of_a_sweep():
-    """It keeps no record, and retries nothing."""
+    """The basic launcher keeps no record and retries nothing."""
     (problem,) = said("sweep.retries=2", "hydra/launcher=basic", multirun=True)
     assert "has no effect with hydra/launcher=basic" in problem
 
 
 def test_an_unknown_key_of_the_launcher_is_refused():
-    """By Hydra's own schema of it."""
+    """Hydra's own schema of the launcher decides."""
     (problem,) = said("hydra.launcher.jobs=2", multirun=True)
     assert "jobs" in problem
 
@@ -41,7 +41,7 @@ def test_an_unknown_key_of_the_launcher_is_refused():
     [("local", "n_jobs=2"), ("slurm", "timeout_min=5"), ("submitit_slurm", "timeout_min=5")],
 )
 def test_each_launcher_has_its_settings(launcher, setting):
-    """They are typed, stored and read back, by the earlier name too; others are refused."""
+    """They are typed and survive storing, also for the earlier name; unknown ones are refused."""
     given = ["model=tiny_llama", f"hydra/launcher={launcher}", f"hydra.launcher.{setting}"]
     checked = check(given, multirun=True)
     assert checked.problems == ()
@@ -56,14 +56,14 @@ def test_each_launcher_has_its_settings(launcher, setting):
 
 
 def test_a_launcher_that_is_none_here_is_refused():
-    """With those that are."""
+    """The message lists the available launchers."""
     problems = said("hydra/launcher=ray", multirun=True)
     assert any("local, slurm" in problem for problem in problems)
 
 
 @pytest.fixture
 def without_plugins(monkeypatch):
-    """Hide the Hydra plugins of the development environment, one of which is a joblib."""
+    """Hide Hydra plugins of the development environment, which include joblib."""
     monkeypatch.setattr(override_values, "hydra_options", lambda kind: frozenset())
 
 
@@ -79,7 +79,7 @@ def without_plugins(monkeypatch):
 @pytest.mark.parametrize("sweeper", [[], ["hydra/sweeper=optuna"]])
 @pytest.mark.usefixtures("without_plugins")
 def test_joblib_is_refused_with_what_to_write_instead(given, instead, gone, sweeper):
-    """Its settings are carried over; what a user then writes is accepted."""
+    """The suggestion keeps the settings, and is a valid command itself."""
     usual = ["seed=1,2", *sweeper]
     settings = [f"hydra.launcher.{one}" for one in given]
     (problem,) = check([*usual, "hydra/launcher=joblib", *settings], multirun=True).problems
@@ -91,7 +91,7 @@ def test_joblib_is_refused_with_what_to_write_instead(given, instead, gone, swee
 
 @pytest.mark.usefixtures("without_plugins")
 def test_joblib_hides_nothing_else_that_is_wrong():
-    """Its sweep is judged as one of local; without a sweep there is no launcher to replace."""
+    """Problems of the sweep are reported as well, and a single run needs no launcher."""
     problems = said("hydra/launcher=joblib", "lora.r=0", "nonsense=1", multirun=True)
     assert [problem.split(":")[0] for problem in problems] == [
         "nonsense",
@@ -107,13 +107,13 @@ def test_joblib_hides_nothing_else_that_is_wrong():
 
 
 def test_the_mode_is_told_by_m():
-    """Hydra would sweep without what is checked here."""
+    """Hydra would start a sweep without the checks."""
     (problem,) = said("hydra.mode=MULTIRUN", multirun=False)
     assert "is determined by -m" in problem
 
 
 def test_a_swept_key_without_effect_in_some_cells_is_dropped_there():
-    """backend=full has no adapter; what was dropped is kept by name."""
+    """backend=full has no adapter; each cell records what it dropped."""
     checked = check(["backend=full,qlora", "lora.r=4,8"], multirun=True)
     assert checked.problems == ()
     assert [cell.dropped for cell in checked.cells] == [("lora.r=4",), ("lora.r=8",), (), ()]
@@ -121,14 +121,14 @@ def test_a_swept_key_without_effect_in_some_cells_is_dropped_there():
 
 
 def test_a_key_given_once_without_effect_in_some_cells_is_an_error():
-    """Nothing was swept over it, so nobody expects some cells to leave it out."""
+    """The key is not swept, so nobody expects that some cells ignore it."""
     problems = said("backend=full,qlora", "lora.r=4", multirun=True)
     assert len(problems) == 1
     assert "lora.r: has no effect with backend=full" in problems[0]
 
 
 def test_faulty_cells_are_known_by_their_number():
-    """Beside what is wrong with the command itself."""
+    """Problems of the command itself are reported as well."""
     checked = check(["lora.r=8,0", "seed=1,2", "nonsense=1"], multirun=True)
     assert sorted(checked.faulty) == [2, 3]
     assert checked.faulty[2].overrides == ("lora.r=0", "seed=1")
@@ -136,7 +136,7 @@ def test_faulty_cells_are_known_by_their_number():
 
 
 def test_a_search_needs_a_sweep_and_processes_of_its_own():
-    """A single run draws nothing, and Hydra's own launcher takes the cells as they stand."""
+    """A single run draws nothing, and Hydra's own launcher cannot take trials one by one."""
     (problem,) = said("hydra/sweeper=optuna", multirun=False)
     assert "has no effect on a single run" in problem
     (problem,) = said("hydra/sweeper=optuna", "hydra/launcher=basic", multirun=True)
@@ -148,7 +148,7 @@ def test_a_search_needs_a_sweep_and_processes_of_its_own():
 
 
 def test_an_interval_without_a_search_names_it():
-    """The basic sweeper has no list of its values."""
+    """The basic sweeper cannot list the values of an interval."""
     (problem,) = said("optim.lr=interval(0,1)", multirun=True)
     assert "a sweep must list its values" in problem
     assert "hydra/sweeper=optuna" in problem
@@ -167,11 +167,11 @@ def test_a_drawn_key_without_effect_is_dropped_from_the_only_cell():
     "text", ["/a/b.c", "a b", "it's", "a\\", "x[y]{z}", "ü=1,2", "null", "True", "7", '"q"', "#%"]
 )
 def test_an_override_that_is_written_for_a_text_means_that_text(text):
-    """Whatever Hydra would read it as without quotes."""
+    """The text is quoted if Hydra would otherwise read it as something else."""
     (cell,) = check([override_of("sweep.resume", text)], multirun=True).cells
     assert cell.config.sweep.resume == text
 
 
 def test_a_plain_path_needs_no_quotes():
-    """So that it stays readable."""
+    """The record stays readable."""
     assert override_of("sweep.resume", "outputs/a-b_1") == "sweep.resume=outputs/a-b_1"

@@ -302,7 +302,7 @@ def test_sound_values_raise_no_problem(make, values):
 
 @pytest.mark.parametrize(("values", "where", "found", "expected"), BAD)
 def test_wrong_value_is_named_with_what_is_accepted(make, values, where, found, expected):
-    """One problem, at its dotted path."""
+    """There is one problem, at the dotted path."""
     (problem,) = problems_of(make(values))
     assert problem.where == where
     assert found in str(problem)
@@ -311,7 +311,7 @@ def test_wrong_value_is_named_with_what_is_accepted(make, values, where, found, 
 
 
 def test_all_problems_come_together(make):
-    """A number out of range hides neither another one nor a rule between values."""
+    """A range error hides neither another one nor a violated rule between values."""
     config = make(
         {
             "lora.r": 0,
@@ -341,7 +341,7 @@ def test_evaluating_with_no_suite_is_refused(make):
 
 
 def test_ranges_of_one_group_can_be_asked_for(make):
-    """The prefix makes the dotted path; other groups do not count."""
+    """The prefix completes the dotted path; other groups are not checked."""
     config = make({"model.vocab_size": 0, "lora.r": 0})
     assert [p.where for p in range_problems(config.model, "model.")] == ["model.vocab_size"]
 
@@ -361,7 +361,7 @@ def test_ranges_of_one_group_can_be_asked_for(make):
     ],
 )
 def test_override_that_the_task_never_reads_is_refused(task, key):
-    """It would have no effect, and the message names the combination."""
+    """It would have no effect, and the message names the task."""
     (problem,) = unread_overrides(task, [key])
     assert problem.where == key
     assert f"has no effect with task={task}" in str(problem)
@@ -387,12 +387,12 @@ def test_override_that_the_task_never_reads_is_refused(task, key):
     ],
 )
 def test_override_that_the_task_reads_is_accepted(task, key):
-    """A plan reads all that the run it plans would; `trainer=cpu` chooses where to evaluate."""
+    """`plan` reads the settings of the planned run; `evaluate` reads trainer=cpu."""
     assert unread_overrides(task, [key]) == []
 
 
 def test_what_tasks_read_exists(make):
-    """Every name in the table is a field of the configuration, or a group."""
+    """Every name in the table is a field of the configuration or a group."""
     config = make({})
     for path in set().union(*TASK_READS.values()):
         group, _, field = path.partition(".")
@@ -409,7 +409,7 @@ def test_what_tasks_read_exists(make):
     ],
 )
 def test_override_that_other_values_undo_is_refused(make, values, key, told):
-    """Set by hand it would do nothing; the message says what undoes it."""
+    """It would have no effect, and the message says because of which value."""
     (problem,) = ineffective_overrides(make(values), [key, "seed"])
     assert (problem.where, told in str(problem)) == (key, True)
     assert ineffective_overrides(make(values), ["seed"]) == []
@@ -419,19 +419,19 @@ def test_override_that_other_values_undo_is_refused(make, values, key, told):
     ("values", "key"), [({"task.name": "plan"}, "data.show"), ({}, "data.val_frac")]
 )
 def test_override_that_has_its_effect_is_accepted(make, values, key):
-    """A plan shows rows, and without files of its own validation takes its share."""
+    """`plan` shows rows; without a validation file, val_frac has an effect."""
     assert ineffective_overrides(make(values), [key]) == []
 
 
 @pytest.mark.parametrize("key", ["sandbox", "sandbox.memory_mib"])
 def test_sandbox_of_a_suite_that_executes_nothing_is_refused(make, key):
-    """No suite that executes, no sandbox to set."""
+    """Without a suite that executes code, the sandbox has no effect."""
     config = make({})
     assert [problem.where for problem in ineffective_overrides(config, [key, "lora.r"])] == [key]
 
 
 def test_sandbox_of_a_suite_that_executes_is_accepted(make):
-    """Its settings have an effect."""
+    """The sandbox's settings have an effect."""
     config = make({})
     config.suite = MiniPythonSuite()
     assert ineffective_overrides(config, ["sandbox.memory_mib"]) == []

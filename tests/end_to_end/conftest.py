@@ -1,4 +1,4 @@
-"""The loss of what a run leaves, measured with transformers and PEFT alone."""
+"""Losses of a run's output, measured with transformers and PEFT alone."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def peft_model(run, base):
 
 
 def loss_of(model, run, directory, cache, **files):
-    """Score the validation documents one by one, answers alone, with `forward(labels=...)`.
+    """Score validation documents one by one with `forward(labels=...)`, on the answers alone.
 
-    Rendering, ids and labels are made here with the tokenizer that transformers reads.
+    The documents' text, ids and labels come from the tokenizer that transformers loads.
     """
     from transformers import AutoTokenizer
 
@@ -70,7 +70,7 @@ def base_of(run, cache):
 
 @pytest.fixture
 def peft_loss(cache):
-    """Score a run's validation documents with an adapter, its own unless told otherwise."""
+    """Score a run's validation documents with PEFT, on the run's own adapter by default."""
 
     def scored(run, *, adapter_of=None):
         base = base_of(run, cache)

@@ -1,4 +1,4 @@
-"""The files and commands that docs/how-to/extending.md shows, taken from the page itself."""
+"""The files and commands in docs/how-to/extending.md, read from the page itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TINY = [
     "data.val_frac=0.1",
 ]
 
-# The experiment sets what only our own schedules have.
+# The experiment sets values that only the built-in schedules have.
 WITHOUT_EXPERIMENT = [
     *("model=tiny_llama", "logger=none", "trainer.max_steps=4", "data.seq_len=256"),
     *TINY[1:],
@@ -24,19 +24,19 @@ WITHOUT_EXPERIMENT = [
 
 
 def files():
-    """Return each shown file by its path: a name in backquotes, then its block."""
+    """Return each file on the page by its path: a name in backquotes, followed by its block."""
     block = re.compile(r"^`([\w/.]+)`:\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
     return dict(block.findall(PAGE.read_text("utf-8")))
 
 
 def commands():
-    """Return the overrides of each shown command."""
+    """Return the overrides of each command on the page."""
     lines = re.findall(r"^    python -m mens_exp (.*)$", PAGE.read_text("utf-8"), re.MULTILINE)
     return [shlex.split(line) for line in lines]
 
 
 def write_into(directory):
-    """Write every shown file."""
+    """Write every file of the page."""
     for name, text in files().items():
         file = directory / name
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
-"""Two processes on the CPU that hold the base in parts train what one does, and leave one record.
+"""Two CPU processes that shard the base train what one process trains, and leave one record.
 
-The process of the tests is the one that keeps the record; it starts the other.
+The tests' own process keeps the record, and starts the other process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mens_exp.artifacts.telemetry import read_events
 F32 = ("quant.compute_dtype=f32", "trainer.max_steps=20", "checkpoint.every_n_steps=8")
 PARTS = ("trainer=fsdp", "trainer.accelerator=cpu", "quant.storage_dtype=f32")
 SCORED = ("suite=heldout_syntax", "suite.max_new_tokens=48")
-RELATIVE = 1e-4  # sums over two processes round otherwise; measured: 3e-8
+RELATIVE = 1e-4  # sums over two processes round differently; measured: 3e-8
 
 
 def steps(run):
@@ -24,7 +24,7 @@ def steps(run):
 
 
 def same_course(one, other):
-    """Hold every step of one run against that of another, and what they end with."""
+    """Compare two runs' steps, validation losses and adapters."""
     assert len(steps(one)) == len(steps(other)) == 20
     for ours, theirs in zip(steps(one), steps(other), strict=True):
         assert ours["batches_sha256"] == theirs["batches_sha256"]
@@ -52,7 +52,7 @@ def parts(train_in, tmp_path_factory):
 
 
 def test_parts_take_the_course_of_one(alone, parts, untimed):
-    """Twenty steps with dropout, the same adapter, and the same scorecard from a whole base."""
+    """Twenty steps with dropout; the scorecard, made with the whole base, is the same too."""
     same_course(parts, alone)
     assert untimed(parts) == untimed(alone)
     ours, theirs = (Manifest.read(run.manifest) for run in (parts, alone))
@@ -67,7 +67,7 @@ def test_parts_take_the_course_of_one(alone, parts, untimed):
 
 
 def test_a_base_is_compared_before_it_is_in_parts(parts, train_in, tmp_path, monkeypatch, capsys):
-    """With transformers alone, by the first process; a wrong graph ends the run before step 1."""
+    """The first process compares it with transformers; a wrong graph ends the run before step 1."""
     part = (Manifest.read(parts.manifest).data_contract or {})["probe"]["reference"]
     assert part["loss"] <= 1e-5
     assert part["gradient"] <= 1e-4
@@ -82,7 +82,7 @@ def test_a_base_is_compared_before_it_is_in_parts(parts, train_in, tmp_path, mon
 
 
 def test_a_base_that_cannot_be_compared_says_why(train_in, tmp_path, monkeypatch):
-    """The reason is the one found while it was whole, not that it is in parts now."""
+    """The reason is the one found before sharding, not that the base is sharded now."""
     from mens_exp.training import contract_probe
 
     monkeypatch.setattr(contract_probe, "free_bytes", lambda _: -1)  # f32 weights need 0 here
@@ -94,7 +94,7 @@ def test_a_base_that_cannot_be_compared_says_why(train_in, tmp_path, monkeypatch
 
 
 def test_what_they_leave_is_loaded_like_any_other(parts, tmp_path):
-    """task=evaluate by one process, which has the base whole."""
+    """task=evaluate runs in one process, which holds the whole base."""
     out = tmp_path / "evaluated"
     command = ["task=evaluate", "logger=none", f"path={parts.path}", *SCORED, "trainer=cpu"]
     assert cli.main([*command, f"hydra.run.dir={out}"]) == 0
@@ -113,7 +113,7 @@ def test_another_number_of_processes_goes_on(
     before,
     changes,
 ):
-    """After eight steps: checkpoints are those of any strategy."""
+    """After eight steps: a checkpoint does not depend on the strategy."""
     run = train_in(tmp_path / "run", *F32, *SCORED, *before, "trainer.max_steps=8")
     assert cli.main([f"resume={run.path}", *changes, "trainer.max_steps=20"]) == 0
     assert Manifest.read(run.manifest).attempts[-1]["resumed_from_step"] == 8
@@ -121,7 +121,7 @@ def test_another_number_of_processes_goes_on(
 
 
 def test_an_unquantized_base_under_bf16_is_held_in_parts_too(train_in, tmp_path):
-    """Computed again in the backward pass; losses of bf16 round otherwise."""
+    """With gradient checkpointing; losses in bf16 agree to 1e-3."""
     usual = ("backend=lora", "quant=none", "model.gradient_checkpointing=on")
     one = train_in(tmp_path / "one", *usual)
     both = train_in(tmp_path / "both", *usual, "trainer=fsdp", "trainer.accelerator=cpu")

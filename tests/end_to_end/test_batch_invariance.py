@@ -1,4 +1,4 @@
-"""An item's answer does not depend on what stands beside it in the batch."""
+"""An item's answer does not depend on the other items of its batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_greedy_answers_are_the_same_alone_and_in_a_batch_of_sixteen(
     smollm2,
     tiny_backend,
 ):
-    """SmolLM2 in f32 on prompts of different lengths; more of them: benchmarks/batch_invariance."""
+    """SmolLM2 in float32, prompts of several lengths; see also benchmarks/batch_invariance."""
     tokenizer = HfTokenizer.from_directory(smollm2.directory)
     backend = tiny_backend(*SMOL)
     items = mini_python(MiniPythonSuite(items=6)).items

@@ -1,4 +1,4 @@
-"""The code of a run's own card loads the PEFT directory that the run wrote, on its base."""
+"""The code of a run's model card loads the run's PEFT directory on its base."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mens_exp.artifacts.manifest import Manifest
 
 
 def code_of(card):
-    """Return the code block of a card, as a reader copies it."""
+    """Return the code block of a model card."""
     [block] = re.findall(r"```python\n(.*?)```", card.read_text("utf-8"), re.DOTALL)
     return block
 
 
 def loaded(block, monkeypatch, place):
-    """Write the base with the command in a block, execute the block; return model and tokenizer."""
+    """Write the base with the command in the block, then execute it; return model and tokenizer."""
     monkeypatch.chdir(place)
     [command] = re.findall(r"^# python -m mens_exp (.*)$", block, re.MULTILINE)
     assert cli.main([*shlex.split(command), "hydra.run.dir=record"]) == 0
@@ -36,7 +36,7 @@ def loaded(block, monkeypatch, place):
 
 @pytest.mark.parametrize("overrides", [[], ["backend=lora"]], ids=["qlora", "lora"])
 def test_the_code_of_the_card_runs_as_it_stands(finished_with, tmp_path, monkeypatch, overrides):
-    """After the command that it names has written the base; the model is the run's within bf16."""
+    """Its command writes the base first; the logits are the run's, within bf16."""
     run = finished_with(*overrides)
     block = code_of(run.model_card)
     assert Manifest.read(run.manifest).inputs["base_weights_sha256"][:12] in block
@@ -57,7 +57,7 @@ def test_the_code_of_the_card_runs_as_it_stands(finished_with, tmp_path, monkeyp
 
 
 def test_the_card_of_an_export_loads_its_directory(finished, tmp_path, monkeypatch, capsys):
-    """With the tokenizer and the template that are in it, wherever it is moved."""
+    """The moved directory still has its tokenizer and chat template."""
     out = tmp_path / "out"
     words = ["task=export", "format=peft", f"path={finished.path}", f"out={out}"]
     assert cli.main([*words, f"hydra.run.dir={tmp_path / 'export'}"]) == 0

@@ -1,7 +1,7 @@
-"""An adapter on real weights: a right merge passes its certificate, every wrong one fails.
+"""An adapter on real weights: a correct merge passes its certificate, every wrong one fails.
 
-The weights are four of SmolLM2's layers; make soak takes all thirty. Merged models and GGUF files
-have the validation loss of the run's record when transformers alone computes it.
+The weights are four of SmolLM2's layers; make soak takes all thirty. Transformers alone computes
+the run's validation loss from merged models and GGUF files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PROJECTIONS = 7  # of a layer
 
 @pytest.fixture(scope="module", params=[4, pytest.param(30, marks=pytest.mark.soak)])
 def layers(request):
-    """How many layers of SmolLM2 the base model has."""
+    """The number of SmolLM2's layers in the base model."""
     return int(request.param)
 
 
@@ -39,9 +39,9 @@ def run(
     code_rows,
     tmp_path_factory,
 ):
-    """Four steps, enough for an adapter that matters."""
+    """A run of four steps, enough for an adapter with an effect."""
     directory = tmp_path_factory.mktemp("smollm2") / "run"
-    if layers < 30:  # in bf16 the noise of so few layers is beyond the budget
+    if layers < 30:  # so few layers in bf16 have noise over the budget
         model = ["model=hf", f"model.id={smollm2_cut}", "quant.compute_dtype=f32"]
     else:
         model = [f"quant.compute_dtype={'bf16' if look('cpu').has_bf16 else 'f32'}"]
@@ -65,7 +65,7 @@ def run(
 
 @pytest.fixture
 def merged(run, tmp_path):
-    """Merge the run's adapter, or a directory that stands for it; return exit code and output."""
+    """Merge the run's adapter or another path; return the exit code and the output."""
 
     def merge(*overrides, path=None):
         out = tmp_path / "merged"
@@ -85,7 +85,7 @@ def merged(run, tmp_path):
 
 @pytest.fixture
 def tampered(run, tmp_path):
-    """Copy the run and change its PEFT directory; return that directory."""
+    """Copy the run, apply a change to its PEFT directory, and return that directory."""
 
     def changed(change):
         copy = tmp_path / "run"
@@ -96,7 +96,7 @@ def tampered(run, tmp_path):
         change(tensors, config)
         save_file(tensors, peft / "adapter_model.safetensors")
         (peft / "adapter_config.json").write_text(json.dumps(config))
-        manifest = Manifest.read(RunDir(copy).manifest)  # whose hashes alone would refuse it
+        manifest = Manifest.read(RunDir(copy).manifest)  # or its digests alone would be refused
         for file in peft.glob("adapter_*"):
             manifest.outputs[file.relative_to(copy).as_posix()] = sha256_file(file)
         manifest.write(RunDir(copy).manifest)
@@ -106,7 +106,7 @@ def tampered(run, tmp_path):
 
 
 def certificate_of(tmp_path, directory):
-    """Read the certificate; the task's own record has the same one."""
+    """Read the certificate, which the task's own run directory repeats."""
     found = Certificate.read(directory / "parity.json")
     own = Certificate.read(RunDir(tmp_path / "record").parity)
     assert found.comparisons == own.comparisons
@@ -114,14 +114,14 @@ def certificate_of(tmp_path, directory):
 
 
 def validated(run, *, rel):
-    """Return the loss that the run found; in bf16 rounding alone moves it by a thousandth."""
+    """Return the run's validation loss to `rel`; in bf16, rounding alone changes it by 1e-3."""
     manifest = Manifest.read(run.manifest)
     in_f32 = manifest.facts["compute_dtype"] == "float32"
     return pytest.approx(manifest.results["tuned_val_loss"], rel=rel if in_f32 else max(rel, 3e-3))
 
 
 def test_a_right_merge_of_a_real_adapter_passes(run, tmp_path, merged, written_loss):
-    """Every graph is compared; transformers alone finds the run's own validation loss in it."""
+    """Every graph is compared, and transformers alone computes the run's validation loss."""
     code, out = merged()
     assert code == 0
     found = certificate_of(tmp_path, out)
@@ -148,7 +148,7 @@ def test_a_right_merge_of_a_real_adapter_passes(run, tmp_path, merged, written_l
 
 
 def test_the_published_base_under_an_nf4_adapter_is_set_aside(run, tmp_path, merged, written_loss):
-    """Exit code 4; all files lie in another place, and their validation loss is another one."""
+    """Exit code 4; the rejected output has another validation loss."""
     code, out = merged("merge.base=original")
     assert code == 4
     assert not out.exists()
@@ -159,7 +159,7 @@ def test_the_published_base_under_an_nf4_adapter_is_set_aside(run, tmp_path, mer
 
 
 def test_what_is_accepted_is_kept_and_says_so(tmp_path, merged):
-    """parity.accept=true leaves both facts in the certificate and in the card."""
+    """parity.accept=true: certificate and card state both the failure and the acceptance."""
     code, out = merged("merge.base=original", "parity.accept=true")
     assert code == 0
     found = certificate_of(tmp_path, out)
@@ -198,9 +198,9 @@ def test_an_adapter_that_is_not_the_trained_one_is_found(
     tensors,
     layers,
 ):
-    """The reference is the run's own adapter, whichever form of it was merged.
+    """The reference is the run's own adapter, whatever was merged.
 
-    One tensor is far below the noise of bf16 products on a text; its tensor is not.
+    A wrong tensor can be lost in the noise of bf16 logits, but not in the comparison of tensors.
     """
     code, out = merged(path=tampered(change))
     assert code == 4
@@ -211,7 +211,7 @@ def test_an_adapter_that_is_not_the_trained_one_is_found(
 
 
 def test_the_same_form_untampered_passes(layers, merged, tampered):
-    """The run's PEFT directory is the run's adapter."""
+    """The run's PEFT directory passes as the run's adapter."""
     code, out = merged(path=tampered(lambda *_: None))
     assert code == 0
     tensors = Certificate.read(out / "parity.json").tensors
@@ -220,7 +220,7 @@ def test_the_same_form_untampered_passes(layers, merged, tampered):
 
 
 def test_a_base_of_another_revision_is_found(run, tmp_path, merged, base):
-    """Merged on request into weights that were trained a little further, it is another model."""
+    """Merging into slightly changed weights needs merge.any_base, and fails its certificate."""
     other = tmp_path / "revision"
     shutil.copytree(base, other)
     weights = load_file(other / "model.safetensors")
@@ -231,7 +231,7 @@ def test_a_base_of_another_revision_is_found(run, tmp_path, merged, base):
             weights[name] = (values.float() + 0.03 * noise).to(values.dtype)
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
     code, out = merged(f"base={other}")
-    assert code == 2  # its content hash is not the recorded one
+    assert code == 2  # its digest is not the recorded one
     assert not out.exists()
     code, out = merged(f"base={other}", "merge.any_base=true", f"hydra.run.dir={tmp_path / 'two'}")
     assert code == 4
@@ -250,7 +250,7 @@ def base(run, cache):
 
 @pytest.fixture
 def exported(run, tmp_path):
-    """Export the run in a form; return the directory."""
+    """Export the run in some format, and return the directory."""
 
     def export(*overrides):
         out = tmp_path / "out"
@@ -270,7 +270,7 @@ def exported(run, tmp_path):
 # Measured: 2e-8 and 4e-5; a weight keeps 24 bits or 11.
 @pytest.mark.parametrize(("dtype", "rel"), [("f32", 1e-6), ("f16", 2e-4)])
 def test_a_run_leaves_as_gguf_with_its_certificate(dtype, rel, run, exported, of_gguf):
-    """Merged in f32, rounded once; transformers reads weights and tokenizer of the file alone."""
+    """Merged in f32 and rounded once; transformers reads weights and tokenizer from the file."""
     out = exported("format=gguf", f"gguf.dtype={dtype}")
     assert Certificate.read(out / "parity.json").comparisons["written"]["mean_kl"] < 0.005
     assert read_handoff(out).tokenizer_source == "model.gguf"
@@ -279,7 +279,7 @@ def test_a_run_leaves_as_gguf_with_its_certificate(dtype, rel, run, exported, of
 
 @pytest.fixture
 def of_gguf(run, written_loss):
-    """Return the loss of a file that transformers reads, with weights as they are or changed."""
+    """Return the loss of a GGUF file as transformers reads it, optionally with changed weights."""
     from transformers import GgufConfig
 
     options = {"gguf_file": "model.gguf", "quantization_config": GgufConfig(dequantize=True)}
@@ -287,7 +287,7 @@ def of_gguf(run, written_loss):
 
 
 def in_q8_0(weight):
-    """Round a matrix as ggml defines Q8_0: 32 integers, and an f16 scale of largest / 127."""
+    """Round a matrix by ggml's definition of Q8_0: 32 integers, and an f16 scale of max / 127."""
     if weight.dim() != 2 or weight.shape[1] % 32:
         return weight
     blocks = weight.double().reshape(-1, 32)
@@ -297,9 +297,9 @@ def in_q8_0(weight):
 
 
 def test_eight_bits_of_gguf_are_the_merged_weights_rounded_once(tmp_path, exported, of_gguf):
-    """The loss is that of the weights of an f32 file that are rounded here.
+    """The loss equals that of an f32 file whose weights are rounded here.
 
-    Eight bits move the loss by up to a hundredth, as the adapter that a CPU trained has it.
+    Eight bits change the loss by up to 1%, depending on the CPU that trained the adapter.
     """
     plain = exported("format=gguf", "gguf.dtype=f32")
     expected = of_gguf(plain, in_q8_0)
@@ -334,7 +334,7 @@ def test_a_run_leaves_for_other_programs_with_its_certificate(
     family,
     files,
 ):
-    """What the program reads, the hand-off record, and the card or Modelfile beside it."""
+    """The program's files, the hand-off record and the card or Modelfile are written."""
     out = exported(*overrides)
     assert files < {path.name for path in out.iterdir()}
     assert read_handoff(out).backend_family == family

@@ -1,4 +1,4 @@
-"""Quantizers of codebooks, from the command line to a merged model."""
+"""Codebook quantizers, from the command line to a merged model."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ SUITE = ("suite=heldout_syntax", "suite.items=2", "suite.max_new_tokens=40")
 
 @pytest.fixture(scope="module")
 def run(finished_with):
-    """A whole run on three-bit NormalFloat; only to be read."""
+    """A finished run on NF3; do not change it."""
     return finished_with("quant=nf3", "optim.lr=5e-3", "trainer.max_steps=12", *SUITE)
 
 
 def test_the_record_says_what_was_computed(run):
-    """Quantizer, levels and blocks; an adapter that learned, judged by transformers over values."""
+    """Quantizer, levels and blocks; the adapter learned, and transformers confirms the gradient."""
     manifest = Manifest.read(run.manifest)
     facts, results = manifest.facts, manifest.results
     named = [facts[name] for name in ("quant", "levels", "block_size", "scales")]
@@ -35,7 +35,7 @@ def test_the_record_says_what_was_computed(run):
 
 
 def test_parameters_are_counted_and_not_their_codes(run, tiny_base):
-    """As many as transformers counts of the published weights, and the adapter's."""
+    """The total is transformers' count for the original weights, plus the adapter."""
     from transformers import AutoModelForCausalLM
 
     published = AutoModelForCausalLM.from_pretrained(tiny_base.directory, dtype=torch.bfloat16)
@@ -45,7 +45,7 @@ def test_parameters_are_counted_and_not_their_codes(run, tiny_base):
 
 
 def test_it_is_merged_into_the_values_that_it_was_trained_on(run, tmp_path, monkeypatch, capsys):
-    """The adapter records how they are made again; the certificate finds them all but equal."""
+    """The adapter's header says how to compute them again, and the certificate is close to zero."""
     written = json.loads((run.adapter / "adapter_manifest.json").read_text("utf-8"))
     quantizer = written["mens_exp"]["quantizer"]
     assert (quantizer["quant_type"], quantizer["block_size"]) == ("nf3", 64)
@@ -59,7 +59,7 @@ def test_it_is_merged_into_the_values_that_it_was_trained_on(run, tmp_path, monk
 
 
 def test_an_adapter_records_what_was_left_out(train_in, tmp_path):
-    """By the paths of the layers, and blocks of another size."""
+    """`quantizer.skip` lists the full paths of the skipped layers."""
     told = ("quant=nf2", "quant.skip=[down_proj]", "lora.targets=[q_proj]")
     run = train_in(tmp_path / "run", *told, "trainer.max_steps=2")
     written = json.loads((run.adapter / "adapter_manifest.json").read_text("utf-8"))
@@ -70,7 +70,7 @@ def test_an_adapter_records_what_was_left_out(train_in, tmp_path):
 def test_a_mixture_of_quantizers_is_merged_into_its_own_values(
     train_in, tiny_base, tmp_path, capsys
 ):
-    """Weights without an adapter are what bitsandbytes dequantizes of the published ones."""
+    """Weights without an adapter equal bitsandbytes' dequantized originals."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     mixed = "quant.type_pattern={mlp:nf2,*.1.self_attn.v_proj:fp4}"
@@ -96,7 +96,7 @@ def test_a_mixture_of_quantizers_is_merged_into_its_own_values(
 def test_a_module_is_merged_in_the_blocks_that_it_was_trained_in(
     train_in, tiny_base, tmp_path, capsys
 ):
-    """In f32, W + s·BA of bitsandbytes' values in blocks of 128; the record names the modules."""
+    """The oracle: W + s·BA of bitsandbytes' values in blocks of 128; the header has the modules."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     run = train_in(
@@ -135,7 +135,7 @@ def test_a_module_is_merged_in_the_blocks_that_it_was_trained_in(
 
 
 def test_a_format_that_only_a_header_names_has_its_own_block(train_in, tiny_base, tmp_path):
-    """MXFP4's 32: an adapter that was told its base's format merges as its run does."""
+    """With export.base_quant=mxfp4 the block size is 32, and the merge equals that of the run."""
     run = train_in(tmp_path / "run", "quant=mxfp4", "trainer.max_steps=2")
     shutil.copytree(run.peft, tmp_path / "peft")
     base = f"base={tiny_base.directory}"
@@ -159,7 +159,7 @@ def test_a_format_that_only_a_header_names_has_its_own_block(train_in, tiny_base
     "told", [["quant=nvfp4"], ["quant=int2", "lora.variant=dora"], ["quant=hqq3"]]
 )
 def test_a_run_in_two_parts_is_the_run_in_one(train_in, tmp_path, told):
-    """Resumed from its checkpoint, the adapter is the same, byte for byte."""
+    """Resuming from the checkpoint gives the same bytes."""
     through = train_in(tmp_path / "through", *told, "trainer.max_steps=4")
     parts = train_in(tmp_path / "parts", *told, "trainer.max_steps=2")
     assert cli.main([f"resume={parts.path}", "trainer.max_steps=4"]) == 0

@@ -1,4 +1,4 @@
-"""Arms of a contrast share their random numbers, and their records prove it."""
+"""Arms of a comparison share their random numbers, and their records prove it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mens_exp.artifacts.telemetry import read_events
 
 
 def chain(run):
-    """Return the digest of the micro-batches after each step."""
+    """Return the chained digest of the micro-batches after each step."""
     events = [e["payload"] for e in read_events(run.telemetry) if e["event"] == "step"]
     steps = [payload["batches_sha256"] for payload in events]
     assert steps[-1] == Manifest.read(run.manifest).results["batches_sha256"]
@@ -26,7 +26,7 @@ def layers(run):
 
 
 def test_arms_that_differ_only_in_logger_share_everything_at_every_step(finished_with, finished):
-    """Four steps, four equal chains; one first adapter."""
+    """All four steps have the same chained digest, and the initial adapter is the same."""
     other = finished_with("logger=csv")
     assert len(chain(finished)) == len(set(chain(finished))) == 4
     assert chain(other) == chain(finished)
@@ -44,14 +44,14 @@ def test_arms_that_differ_only_in_logger_share_everything_at_every_step(finished
     ids=" ".join,
 )
 def test_arms_share_batches_and_first_matrices_whatever_the_base(finished_with, finished, arm):
-    """Quantizer and backend are no part of the draws."""
+    """Quantizer and backend do not affect the random draws."""
     run = finished_with(*arm)
     assert chain(run) == chain(finished)
     assert facts(run)["lora_init_sha256"] == facts(finished)["lora_init_sha256"]
 
 
 def test_arms_with_some_layers_in_common_share_those(finished_with, finished):
-    """Attention alone: another whole, and the same layers; so has burn's q, k and v."""
+    """The initial adapter as a whole differs, but the common layers are equal."""
     every = layers(finished)
     for arm in (["lora=attention"], ["backend=burn", "tokenizer=hf"]):
         run = finished_with(*arm)
@@ -62,20 +62,20 @@ def test_arms_with_some_layers_in_common_share_those(finished_with, finished):
 
 
 def test_the_proxy_starts_from_the_full_graphs_matrices(finished_with, finished):
-    """Its middle projections are the attention outputs, under names of their own."""
+    """Its middle projections are the attention's output projections under other names."""
     ours, every = layers(finished_with("backend=proxy")), layers(finished)
     assert [ours["mid0"], ours["mid1"]] == [every["l0.o"], every["l1.o"]]
 
 
 def test_another_seed_changes_batches_and_matrices(finished_with, finished):
-    """Not one step and not one layer is shared."""
+    """No step and no layer is shared."""
     run = finished_with("seed=7")
     assert not set(chain(run)) & set(chain(finished))
     assert not set(layers(run).values()) & set(layers(finished).values())
 
 
 def test_other_data_changes_the_batches_alone(train_in, finished, rows_file, tmp_path):
-    """One changed digit in the rows is another stream; the first adapter knows no data."""
+    """One changed digit changes the batches, but not the initial adapter."""
     rows = tmp_path / "rows.jsonl"
     rows.write_bytes(rows_file.read_bytes().replace(b"Add 1", b"Add 2"))
     run = train_in(tmp_path / "run", f"data.path={rows}")
@@ -86,7 +86,7 @@ def test_other_data_changes_the_batches_alone(train_in, finished, rows_file, tmp
 def test_a_resumed_run_has_the_digests_of_an_undisturbed_one(
     finished, train_in, tmp_path, monkeypatch
 ):
-    """Cancelled in the middle of the third step and resumed: every chain is the same."""
+    """Cancelled in the third step and resumed: every chained digest is the same."""
     from mens_exp.tasks.run import Cancelled
     from mens_exp.training.module import TrainingModule
 

@@ -1,4 +1,4 @@
-"""The same command gives the same bytes on CPU."""
+"""The same command gives the same bytes on the CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def adapter(run):
 
 
 def test_the_same_command_twice_gives_the_same_adapter(finished, train_in, tmp_path):
-    """Also the same losses, to the last bit."""
+    """The losses are the same to the last bit, too."""
     again = train_in(tmp_path / "run")
     assert adapter(again) == adapter(finished)
     first, second = (Manifest.read(run.manifest).results for run in (finished, again))
@@ -27,7 +27,7 @@ def test_the_same_command_twice_gives_the_same_adapter(finished, train_in, tmp_p
 def test_another_process_gives_the_same_adapter_and_no_logger_means_no_wandb(
     finished, tiny_run, tmp_path
 ):
-    """Nothing of a process gets into the result, and what is not asked for is not imported."""
+    """The result does not depend on the process, and unused libraries are not imported."""
     run = RunDir(tmp_path / "run")
     code = (
         f"import json, sys; sys.path[:0] = {[entry for entry in sys.path if entry]!r}\n"
@@ -44,7 +44,7 @@ def test_another_process_gives_the_same_adapter_and_no_logger_means_no_wandb(
 
 
 def test_a_sink_changes_nothing(finished, train_in, tmp_path):
-    """Two arms that differ in their logger alone have the same adapter."""
+    """A run with logger=wandb and one without have the same adapter."""
     mirrored = train_in(tmp_path / "run", "logger=wandb")
     assert list(mirrored.wandb.glob("offline-run-*"))
     assert adapter(mirrored) == adapter(finished)
@@ -52,5 +52,5 @@ def test_a_sink_changes_nothing(finished, train_in, tmp_path):
 
 @pytest.mark.parametrize("override", ["seed=43", "lora.dropout=0.2", "optim.lr=3e-3", "lora.r=8"])
 def test_every_factor_reaches_the_adapter(finished, train_in, tmp_path, override):
-    """A determinism test would pass on an adapter that nothing changes."""
+    """Without this, a determinism test would pass on an adapter that nothing changes."""
     assert adapter(train_in(tmp_path / "run", override)) != adapter(finished)

@@ -1,4 +1,4 @@
-"""Runs that learn a teacher's distributions: whole, in parts, in two processes, refused."""
+"""Runs that learn a teacher's distributions: complete, resumed, in two processes, refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def teacher(tmp_path_factory):
 
 @pytest.mark.parametrize("beta", [0.0, 1.0])
 def test_the_adapter_recovers_what_quantization_lost(beta, train_in, tmp_path):
-    """NF4, packed, without another model: the divergence from the unquantized base falls."""
+    """NF4 with packing, without a teacher: the divergence from the unquantized base falls."""
     settings = (DISTIL, f"objective.beta={beta}", "trainer.max_steps=8")
     run = train_in(tmp_path / "run", *settings, "quant.compute_dtype=f32")
     base, tuned = events(run, "validation")
@@ -54,7 +54,7 @@ def test_the_adapter_recovers_what_quantization_lost(beta, train_in, tmp_path):
 def test_a_run_in_parts_and_one_of_two_processes_take_the_course_of_one(
     teacher, train_in, tmp_path
 ):
-    """The former to the bit, the latter within rounding."""
+    """Resumed: the same bits. In two processes: equal within rounding."""
     settings = (DISTIL, f"objective.teacher={teacher}", "objective.beta=0.5")
     settings += ("objective.ce_weight=0.3", "objective.temperature=2", "quant.compute_dtype=f32")
     parts = train_in(tmp_path / "parts", *settings, "trainer.max_steps=2")
@@ -73,7 +73,7 @@ def test_a_run_in_parts_and_one_of_two_processes_take_the_course_of_one(
 
 
 def test_hidden_states_are_compared_in_parts_and_in_two_processes_as_in_one(train_in, tmp_path):
-    """To the bit in parts; within rounding in two processes and in micro-batches of two blocks."""
+    """The same bits if resumed; equal within rounding for two processes or blocks of two."""
     place = model_directory(tmp_path / "deep", num_hidden_layers=4, init_seed=7)
     settings = (DISTIL, f"objective.teacher={place}", "objective.hidden_weight=0.5")
     settings += ("quant.compute_dtype=f32", "lora.dropout=0")
@@ -100,7 +100,7 @@ def test_hidden_states_are_compared_in_parts_and_in_two_processes_as_in_one(trai
 
 
 def test_hidden_states_of_the_base_before_quantization_are_recovered(train_in, tmp_path):
-    """Of NF4 in bf16, packed: their difference falls, of the named layer alone."""
+    """On NF4 in bf16 with packing, the error of the named layer falls."""
     settings = (DISTIL, "objective.hidden_weight=10", "objective.hidden_layers=[1]")
     run = train_in(tmp_path / "run", *settings, "trainer.max_steps=8")
     base, tuned = events(run, "validation")
@@ -108,7 +108,7 @@ def test_hidden_states_of_the_base_before_quantization_are_recovered(train_in, t
 
 
 def test_the_contract_and_the_plan_know_compared_hidden_states(train_in, tmp_path):
-    """The weight and the layers are learned with; states of both models take memory."""
+    """Weight and layers enter the digest; hidden states of both models take memory."""
     free, all_layers, one = (
         train_in(tmp_path / f"plan_{number}", "task=plan", DISTIL, *words)
         for number, words in enumerate(
@@ -136,7 +136,7 @@ def test_the_contract_and_the_plan_know_compared_hidden_states(train_in, tmp_pat
 def test_the_contract_has_the_content_of_the_teacher_and_the_plan_its_memory(
     teacher, train_in, tmp_path
 ):
-    """Where it lies changes nothing, what it is does."""
+    """The digest depends on the teacher's content, not on its path."""
     moved, other = tmp_path / "moved", tmp_path / "other"
     shutil.copytree(teacher, moved)
     shutil.copytree(teacher, other)
@@ -163,7 +163,7 @@ def test_the_contract_has_the_content_of_the_teacher_and_the_plan_its_memory(
 def test_top_tokens_of_the_cache_take_the_course_of_the_teacher(
     teacher, train_in, tmp_path, monkeypatch
 ):
-    """All but one token are the whole teacher; later runs, replays too, never load it."""
+    """top_k of all tokens but one equals the full teacher; later runs and replays never load it."""
     settings = (DISTIL, f"objective.teacher={teacher}", "objective.beta=0.3")
     settings += ("objective.temperature=2", "quant.compute_dtype=f32")
     whole = train_in(tmp_path / "whole", *settings)
@@ -194,7 +194,7 @@ def test_top_tokens_of_the_cache_take_the_course_of_the_teacher(
 
 
 def test_top_tokens_are_resumed_and_shared_by_processes(teacher, train_in, tmp_path):
-    """To the bit in parts, also without the cache, and within rounding in two processes."""
+    """Resumed without the cache: the same bits. In two processes: equal within rounding."""
     settings = (DISTIL, f"objective.teacher={teacher}", "objective.top_k=8")
     settings += ("quant.compute_dtype=f32",)
     parts = train_in(tmp_path / "parts", *settings, "trainer.max_steps=2")
@@ -210,7 +210,7 @@ def test_top_tokens_are_resumed_and_shared_by_processes(teacher, train_in, tmp_p
 
 
 def test_the_teacher_is_gone_when_the_student_is_loaded(teacher, train_in, tmp_path, monkeypatch):
-    """Though garbage is collected rarely while a command starts, and what is left then is kept."""
+    """Although garbage is collected rarely at startup, and what is left then is frozen."""
     made, there = [], []
 
     class Watched(Teacher):
@@ -234,7 +234,7 @@ def test_the_teacher_is_gone_when_the_student_is_loaded(teacher, train_in, tmp_p
 
 
 def test_the_plan_has_the_teacher_before_training(teacher, train_in, tmp_path):
-    """No operations and no memory beside the model that learns, but a pass before."""
+    """No FLOPs and no memory beside the student, but a pass before training."""
     named = (DISTIL, f"objective.teacher={teacher}", "task=plan")
     plain, kept = (
         json.loads(train_in(tmp_path / name, *words).plan.read_text("utf-8"))
@@ -256,7 +256,7 @@ def test_the_plan_has_the_teacher_before_training(teacher, train_in, tmp_path):
 
 
 def test_another_teacher_does_not_go_on(teacher, train_in, tmp_path, capsys):
-    """A run that is resumed refuses weights that have changed, by name."""
+    """Resuming with changed teacher weights is refused by name."""
     place = tmp_path / "teacher"
     shutil.copytree(teacher, place)
     settings = (DISTIL, f"objective.teacher={place}", "trainer.max_steps=2")
@@ -294,7 +294,7 @@ def test_another_teacher_does_not_go_on(teacher, train_in, tmp_path, capsys):
     ],
 )
 def test_what_cannot_be_learned_is_refused(words, said, train_in, tmp_path, capsys):
-    """With exit code 2, before anything is trained."""
+    """Exit code 2 before training."""
     run = train_in(tmp_path / "run", DISTIL, *words, code=2)
     assert said in capsys.readouterr().err
     assert not run.adapter.exists()
@@ -303,7 +303,7 @@ def test_what_cannot_be_learned_is_refused(words, said, train_in, tmp_path, caps
 def test_teachers_without_counterparts_of_the_layers_are_refused(
     teacher, train_in, tmp_path, capsys
 ):
-    """Of another width, fewer layers, or a number that is no multiple."""
+    """Another width, fewer layers, or a number of layers that is not a multiple."""
     settings = (DISTIL, "objective.hidden_weight=1")
     train_in(tmp_path / "wide", *settings, f"objective.teacher={teacher}", code=2)
     assert "the teacher's of 128, the student's of 64" in capsys.readouterr().err
@@ -314,7 +314,7 @@ def test_teachers_without_counterparts_of_the_layers_are_refused(
 
 
 def test_other_vocabularies_and_tokenizers_are_refused(teacher, train_in, tmp_path, capsys):
-    """By name, and with what differs."""
+    """The message says what differs."""
     larger = model_directory(tmp_path / "larger", vocab_size=384)
     train_in(tmp_path / "one", DISTIL, f"objective.teacher={larger}", code=2)
     assert "384 logits" in capsys.readouterr().err

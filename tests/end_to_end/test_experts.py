@@ -1,6 +1,6 @@
 """Runs that adapt the experts of a mixture, through the command line.
 
-What a run leaves is compared with what transformers and PEFT make of it alone.
+The oracle for a run's output is what transformers and PEFT compute alone.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.layout.families import _EXPERTS
 from mens_exp.model.quiet import quiet
 
-# Stored one by one under two sets of names, and all in one tensor.
+# Experts stored one by one under two sets of names, and all in one tensor.
 MIXTURES = ("mixtral", "qwen3_moe", "olmoe", "granitemoe")
 UNQUANTIZED = ("backend=lora", "quant=none", "quant.compute_dtype=f32")
 
 
 @pytest.fixture(scope="session")
 def mixture(shelf):
-    """A tiny mixture of experts; only to be read."""
+    """A tiny mixture of experts; do not change it."""
     return lambda name: shelf(f"tiny_{name}", lambda at: families.make_fitting(name, at / "model"))
 
 
 @pytest.fixture(scope="session")
 def trained_on(mixture, finished_with):
-    """Return a finished run on a mixture; only to be read."""
+    """Return a finished run on a mixture; do not change it."""
 
     def trained(name, *overrides):
         base = mixture(name) / "model"
@@ -58,7 +58,7 @@ def by_peft(run, base):
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_a_merge_is_peft_s_own(name, trained_on, mixture, tmp_path):
-    """Every tensor of the merged checkpoint, under its published name, and the certificate."""
+    """Every tensor of the merged checkpoint equals PEFT's, under its original name."""
     run = trained_on(name, *UNQUANTIZED, "lora.targets=[attention,experts]")
     out = tmp_path / "merged"
     command = ["task=merge", "logger=none", f"path={run.path}", f"out={out}", "merge.dtype=f32"]
@@ -81,7 +81,7 @@ def test_a_merge_is_peft_s_own(name, trained_on, mixture, tmp_path):
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_a_run_on_four_bits_learns_and_says_that_experts_are_not(name, trained_on):
-    """Compared with transformers before step 1; its PEFT directory is the trained model."""
+    """Loss and gradient were compared with transformers before step 1; notes name the experts."""
     manifest = Manifest.read(trained_on(name).manifest)
     reference = manifest.data_contract["probe"]["reference"]
     assert reference["loss"] <= 1e-5
@@ -96,7 +96,7 @@ def test_a_run_on_four_bits_learns_and_says_that_experts_are_not(name, trained_o
 
 @pytest.mark.parametrize("name", _EXPERTS)
 def test_every_family_of_the_table_trains_its_experts(name, tmp_path):
-    """As the page of families lists them; loss and gradient are those of transformers."""
+    """The page of families lists it; loss and gradient are those of transformers."""
     found = families.outcome(name, tmp_path, "lora=experts")
     assert found.how.split(", ")[0] in {"packed", "unpacked"}, found.reason
     assert found.loss <= 1e-5
@@ -107,12 +107,12 @@ def test_every_family_of_the_table_trains_its_experts(name, tmp_path):
 
 
 def test_a_dense_model_has_no_such_notes(finished):
-    """The notes above are of mixtures alone."""
+    """Only mixtures have notes about experts."""
     assert not any("experts" in note for note in Manifest.read(finished.manifest).notes)
 
 
 def test_the_plan_counts_experts_as_they_are(mixture):
-    """Unquantized beside 4-bit attention, and once more as PEFT's sums where they are adapted."""
+    """Unquantized beside 4-bit attention, and counted again for PEFT's sums if adapted."""
     from mens_exp.config.compose import compose, typed
     from mens_exp.config.model import HfModel
     from mens_exp.layout.shape import shape_of
@@ -132,10 +132,10 @@ def test_the_plan_counts_experts_as_they_are(mixture):
     held = {n: p.numel() for n, p in by_transformers(base).named_parameters() if p.dim() == 3}
     dense, every = (components(f"lora={name}") for name in ("attention", "experts"))
     assert dense["experts, not quantized"] == 2 * sum(held.values())
-    attention = 2 * (64 * 64 + 32 * 64 + 32 * 64 + 64 * 64 + 4 * 64)  # and the router
+    attention = 2 * (64 * 64 + 32 * 64 + 32 * 64 + 64 * 64 + 4 * 64)  # including the router
     assert 0.5 < dense["base weights"] / attention < 0.54
     assert "experts with their adapters" not in dense
-    largest = sum(held.values()) // 2  # both layers are alike
+    largest = sum(held.values()) // 2  # both layers are equal
     assert every["experts with their adapters"] == 2 * (sum(held.values()) + largest)
     whole = components("lora=experts", "backend=lora", "quant=none")
     assert whole["base weights"] == 2 * (attention + sum(held.values()))
@@ -158,7 +158,7 @@ def test_the_plan_counts_experts_as_they_are(mixture):
     ],
 )
 def test_what_peft_cannot_do_is_one_refusal(overrides, said, mixture, train_in, tmp_path, capsys):
-    """Before anything is trained; it names the way on."""
+    """There is one problem, before training, and it names an alternative."""
     base = mixture("mixtral") / "model"
     run = train_in(tmp_path / "run", "model=hf", f"model.id={base}", *overrides, code=2)
     text = " ".join(re.sub(r"[│╭╰╮╯─]", " ", capsys.readouterr().err).split())
@@ -169,7 +169,7 @@ def test_what_peft_cannot_do_is_one_refusal(overrides, said, mixture, train_in, 
 
 
 def test_a_model_without_experts_is_refused(train_in, tmp_path, capsys):
-    """It names the groups that the model has."""
+    """The message says that the model family has none."""
     train_in(tmp_path / "run", "lora=experts", code=2)
     assert "llama has no experts" in capsys.readouterr().err
 
@@ -191,7 +191,7 @@ def test_experts_in_parts_are_refused(mixture, tiny_config):
 @pytest.mark.parametrize("name", ["mixtral", "granitemoe"])
 @pytest.mark.parametrize("form", ["adapter", "peft"])
 def test_a_run_starts_from_an_adapter_on_experts(name, form, trained_on, train_in, tmp_path):
-    """Its first validation is the loss that the other run ended with."""
+    """With a learning rate of almost zero, the loss is that at the end of the first run."""
     first = trained_on(name, *UNQUANTIZED)
     start = first.adapter if form == "adapter" else first.peft
     config = Manifest.read(first.manifest)
@@ -207,7 +207,7 @@ def test_a_run_starts_from_an_adapter_on_experts(name, form, trained_on, train_i
 def test_an_adapter_on_attention_is_no_start_for_experts(
     trained_on, mixture, train_in, tmp_path, capsys
 ):
-    """It lacks the layers."""
+    """It lacks the experts' layers."""
     other = trained_on("mixtral", "lora.targets=[attention]")
     base = mixture("mixtral") / "model"
     train_in(
@@ -220,7 +220,7 @@ def test_an_adapter_on_attention_is_no_start_for_experts(
 
 @pytest.mark.parametrize("name", ["mixtral", "granitemoe"])
 def test_what_follows_a_run_reads_its_experts(name, trained_on, mixture, tmp_path, capsys):
-    """Export and back, inspection of adapter and state, and an evaluation that finds its loss."""
+    """Exporting to PEFT, and inspecting both the adapter and a checkpoint."""
     run = trained_on(name, *UNQUANTIZED)
     theirs = load_file(run.peft / "adapter_model.safetensors")
     out = tmp_path / "peft"
@@ -251,7 +251,7 @@ def test_what_follows_a_run_reads_its_experts(name, trained_on, mixture, tmp_pat
 
 
 def test_vllm_is_not_given_experts(trained_on, tmp_path, capsys):
-    """The refusal says to merge."""
+    """The message suggests task=merge."""
     run = trained_on("mixtral", *UNQUANTIZED)
     command = ["task=export", f"path={run.path}", "format=vllm", f"out={tmp_path / 'out'}"]
     assert cli.main([*command, f"hydra.run.dir={tmp_path / 'run'}"]) == 2
@@ -264,7 +264,7 @@ def test_vllm_is_not_given_experts(trained_on, tmp_path, capsys):
 def test_wrong_adapters_on_experts_are_refused_before_they_train(
     which, mixture, train_in, tmp_path, monkeypatch, capsys
 ):
-    """A factor off by two per cent, and the experts' matrices in another order."""
+    """A factor off by 2%, and the experts' matrices in another order."""
     from peft.tuners.lora.layer import ParamWrapper
 
     right = ParamWrapper.get_delta_factors
@@ -285,7 +285,7 @@ def test_wrong_adapters_on_experts_are_refused_before_they_train(
 def test_experts_that_are_not_what_their_names_say_are_refused(
     mixture, train_in, tmp_path, monkeypatch, capsys
 ):
-    """As they would be of a loader that put up before gate."""
+    """The test swaps the names of gate and up, as if a loader put up first."""
     from mens_exp.layout import families as found_family
 
     names = found_family._MIXTRAL
@@ -300,7 +300,7 @@ def test_experts_that_are_not_what_their_names_say_are_refused(
 
 
 def test_a_merge_on_four_bits_is_certified_and_scored_as_its_run(trained_on, tmp_path):
-    """Its certificate compares logits with the graph that was trained; both can be evaluated."""
+    """The certificate passes, and both the run and the merge can be evaluated."""
     run = trained_on("qwen3_moe")
     place = tmp_path / "merge"
     assert (

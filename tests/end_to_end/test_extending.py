@@ -51,7 +51,7 @@ def job(tmp_path, rows_file):
         )
 
     def run(*arguments, code=0):
-        # -P keeps the working directory off sys.path, as it is for a console script.
+        # -P keeps the working directory off sys.path, as for a console script.
         tiny = PAGE.TINY if "schedule=restarts" not in arguments else PAGE.WITHOUT_EXPERIMENT
         usual = [*tiny, f"data.path={rows_file}"]
         if "data=tickets" in arguments:
@@ -73,7 +73,7 @@ def job(tmp_path, rows_file):
 
 
 def test_the_page_shows_a_class_of_each_kind_at_the_promised_length():
-    """A callback in ten lines, an objective in thirty."""
+    """A callback takes at most ten lines, an objective thirty."""
     shown = PAGE.files()
     assert {name for name in shown if name.endswith(".py")} == {
         "my_averaging.py",
@@ -91,7 +91,7 @@ def test_the_page_shows_a_class_of_each_kind_at_the_promised_length():
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
 def test_a_shown_command_trains_and_records_what_it_named(job, tmp_path, command):
-    """The run succeeds, and names its classes and the hashes of their modules."""
+    """The record names the classes and the digests of their modules."""
     done, manifest = job(*command)
     assert manifest["status"] == "succeeded"
     (target,) = manifest["provenance"]["own_classes"]["targets"]
@@ -106,7 +106,7 @@ def test_a_shown_command_trains_and_records_what_it_named(job, tmp_path, command
 
 
 def test_the_shown_objective_is_cross_entropy_at_gamma_0():
-    """In value and gradient; at gamma 2 each token weighs (1 - p)^2 of that."""
+    """In value and gradient; with gamma=2 each token is weighted by (1 - p)^2."""
     import torch
     from torch.nn import functional
 
@@ -134,7 +134,7 @@ def test_the_shown_objective_is_cross_entropy_at_gamma_0():
 
 
 def test_the_shown_backend_leaves_a_of_the_first_layer_as_drawn(job, tmp_path, tiny_backend):
-    """Every other matrix has moved."""
+    """Every other matrix has changed."""
     job("backend=frozen_a", "hydra.run.dir=run")
     _, tuned = read_adapter(tmp_path / "run" / "adapter")
     drawn = {name: p.detach().numpy() for name, p in tiny_backend().trainable().items()}
@@ -143,7 +143,7 @@ def test_the_shown_backend_leaves_a_of_the_first_layer_as_drawn(job, tmp_path, t
 
 
 def test_a_run_with_classes_goes_on_where_they_are_and_nowhere_else(job, tmp_path):
-    """Without ./conf nobody vouches for the class, so resume refuses it."""
+    """Without ./conf the class is not trusted, so resuming is refused."""
     job("callbacks=mine", "hydra.run.dir=run")
     arguments = ["resume=run", "trainer.max_steps=6"]
     command = [sys.executable, "-P", "-c", SCRIPT, *arguments]
@@ -160,14 +160,14 @@ def test_a_run_with_classes_goes_on_where_they_are_and_nowhere_else(job, tmp_pat
         command, check=False, capture_output=True, text=True, cwd=tmp_path, env=env
     )
     assert went_on.returncode == 0, went_on.stderr
-    assert "step 6: loss" not in went_on.stdout  # every 5th, and 6 is none
+    assert "step 6: loss" not in went_on.stdout  # every 5th, and 6 is not one
     assert "step 5: loss" in went_on.stdout
 
 
 def test_the_shown_schedule_is_torchs_own(job, tmp_path):
-    """The rate of each step, by the formula of the paper: T_0=2 begins again after two steps."""
+    """The rate of each step follows the paper's formula; T_0=2 restarts after two steps."""
     _, manifest = job("schedule=restarts", "optim.lr=1e-3", "hydra.run.dir=outputs/a/b/run")
-    assert manifest["facts"]["warmup_steps"] is None  # its class tells nothing of it
+    assert manifest["facts"]["warmup_steps"] is None  # unknown for a user's class
     (file,) = tmp_path.glob("outputs/a/b/run/telemetry.jsonl")
     told = read_events(file)
     rates = [e["payload"]["optim/lr"] for e in told if e["event"] == "step"]
@@ -176,7 +176,7 @@ def test_the_shown_schedule_is_torchs_own(job, tmp_path):
 
 
 def test_a_module_that_leaves_labels_unsmoothed_trains_what_ours_does(job, tmp_path):
-    """By its own training_step; what is unproven all the same is in the record."""
+    """Its own training_step gives the same losses; the record lists what is unproven."""
     job("hydra.run.dir=outputs/a/b/0_ours")
     _, manifest = job(
         "module=smoothed", "module.label_smoothing=0.0", "hydra.run.dir=outputs/a/b/1"
@@ -197,7 +197,7 @@ def test_a_module_that_leaves_labels_unsmoothed_trains_what_ours_does(job, tmp_p
 
 
 def test_the_shown_average_is_the_adapter_that_is_kept(job, tmp_path):
-    """At decay 0 it is the last one; at 0.5 the mean by halves of those of the four steps."""
+    """Decay 0 keeps the last adapter; decay 0.5 averages those of the four steps by halves."""
     keep = "checkpoint.every_n_steps=1", "checkpoint.keep=9"
     for name, more in (
         ("plain", ()),
@@ -219,7 +219,7 @@ def test_the_shown_average_is_the_adapter_that_is_kept(job, tmp_path):
 
 
 def test_the_shown_source_trains_on_what_its_query_finds(job, rows_file):
-    """Tickets of a rating of 4 or 5, each customer on one side."""
+    """Only tickets rated 4 or 5 are used."""
     _, manifest = job("data=tickets", "data.min_rating=4")
     given = len(rows_file.read_text("utf-8").splitlines())
     found = manifest["inputs"]["data"]["files"]["my_rows.Tickets.rows"]

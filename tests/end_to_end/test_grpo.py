@@ -1,4 +1,4 @@
-"""Runs that learn from rewards of sampled answers: whole, in parts, in two processes, refused."""
+"""Runs on rewards of sampled answers: complete, resumed, in two processes, refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GRPO = (*LEARNS, "lora.dropout=0.1")
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
-    """Four answers to each of 40 prompts; two short ones have a reward, of every tenth all four."""
+    """Four answers to each of 40 prompts; two have a reward, or all four for every tenth prompt."""
     path = tmp_path_factory.mktemp("rows") / "rewarded.jsonl"
     made = [
         {
@@ -41,7 +41,7 @@ def tensors(run):
 
 
 def test_answers_with_more_reward_gain(rows, train_in, tmp_path):
-    """NF4, packed, with dropout: on unseen prompts, the loss falls below that of no change."""
+    """NF4, packing and dropout: on unseen prompts the loss falls below that of the base."""
     run = train_in(tmp_path / "run", *GRPO, rows, "trainer.max_steps=8")
     manifest, first = Manifest.read(run.manifest), events(run, "step")[0]
     base, tuned = events(run, "validation")
@@ -62,7 +62,7 @@ def test_answers_with_more_reward_gain(rows, train_in, tmp_path):
 
 
 def test_means_of_micro_batches_pass_the_checks_of_a_step(rows, train_in, tmp_path):
-    """Which compare a batch with its documents, and cannot under bnpo."""
+    """The checks compare a batch with its documents, which bnpo does not allow."""
     settings = (*GRPO, rows, "trainer.max_steps=1", "data.micro_batch_size=2")
     run = train_in(tmp_path / "run", *settings, "objective.loss_type=bnpo")
     assert Manifest.read(run.manifest).contract["settings"]["objective.loss_type"] == "bnpo"
@@ -70,7 +70,7 @@ def test_means_of_micro_batches_pass_the_checks_of_a_step(rows, train_in, tmp_pa
 
 
 def test_a_run_in_parts_ends_with_the_bits_of_one(rows, train_in, tmp_path):
-    """The second part has the log-probabilities of the adapter that the first one started from."""
+    """After resuming, log-probabilities of the first part's starting adapter are used."""
     parts = train_in(tmp_path / "parts", *GRPO, rows, "trainer.max_steps=2")
     known = Manifest.read(parts.manifest).facts["sampled_answers"]["sha256"]
     assert cli.main([f"resume={parts.path}", "trainer.max_steps=4"]) == 0
@@ -84,7 +84,7 @@ def test_a_run_in_parts_ends_with_the_bits_of_one(rows, train_in, tmp_path):
 
 
 def test_an_adapter_to_start_from_is_the_one_to_compare_with(rows, train_in, tmp_path):
-    """Validation begins with the loss of no change, and the base's is another one."""
+    """The initial validation loss is that of no change, unlike the base's."""
     settings = (*LEARNS, rows, "data.micro_batch_size=1", "objective.beta=0")
     first = train_in(tmp_path / "first", *settings)
     again = train_in(tmp_path / "again", *settings, f"lora.init_from={first.path}", "optim.lr=1e-9")
@@ -109,7 +109,7 @@ def test_two_processes_take_the_course_of_one(rows, train_in, tmp_path, monkeypa
 
 
 def test_the_plan_counts_the_passes_before_training(rows, train_in, tmp_path, monkeypatch):
-    """Twice those of one model with a KL term, once without; steps compute as those of CPO do."""
+    """Twice as long with a KL term; the steps need as many FLOPs."""
     monkeypatch.setenv("MENS_EXP_CACHE", str(tmp_path / "cache"))
     plans = {}
     for beta in (0.04, 0):
@@ -152,7 +152,7 @@ def test_the_plan_counts_the_passes_before_training(rows, train_in, tmp_path, mo
     ],
 )
 def test_what_cannot_be_learned_is_refused(words, said, rows, train_in, tmp_path, capsys):
-    """With exit code 2, before anything is trained."""
+    """Exit code 2 before training."""
     run = train_in(tmp_path / "run", rows, *words, code=2)
     assert said in " ".join(capsys.readouterr().err.split())
     assert not run.adapter.exists()
@@ -162,7 +162,7 @@ def test_what_cannot_be_learned_is_refused(words, said, rows, train_in, tmp_path
     ("task", "side"), [("plan", "path"), ("train", "path"), ("train", "val_path")]
 )
 def test_a_prompt_with_one_answer_is_refused(task, side, train_in, tmp_path, capsys):
-    """Before a run has a directory, with the row and the number of such prompts."""
+    """No run directory; the message has the row and the number of such prompts."""
     words = [f"task={task}", "objective=grpo", "data.heldout_frac=0.001"]
     for name in ("path", "val_path"):
         rows = [

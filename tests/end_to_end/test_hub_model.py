@@ -1,4 +1,4 @@
-"""A model of the hub, from the command line: pinned, recorded, resumed and evaluated."""
+"""A Hub model through the command line: pinned, recorded, resumed and evaluated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ON_HUB = ["model=hf", f"model.id={NAME}"]
 
 @pytest.fixture
 def published(hub, tiny_base):
-    """tiny_llama on the hub, as its first commit."""
+    """tiny_llama on the stand-in hub, as its first commit."""
     repository = hub.new()
     files = {file.name: file.read_bytes() for file in tiny_base.directory.iterdir()}
     repository.commit(files | {"README.md": b"---\nlicense: mit\n---\n"})
@@ -29,7 +29,7 @@ def published(hub, tiny_base):
 
 
 def move_on(published):
-    """Push other weights to the branch, as an owner may at any time."""
+    """Push other weights to the branch, as its owner may at any time."""
     files = dict(published.commits[published.refs["main"]])
     del files["model.safetensors"]
     files["config.json"] = b"{}"
@@ -44,7 +44,7 @@ def test_the_commit_is_recorded_and_held_to(
     tmp_path,
     monkeypatch,
 ):
-    """Trained, resumed after the branch has moved, and evaluated without a network."""
+    """Trained, resumed after the branch has moved, and evaluated offline."""
     commit = published.refs["main"]
     run = train_in(tmp_path / "run", *ON_HUB, "trainer.max_steps=2")
     inputs = Manifest.read(run.manifest).inputs
@@ -91,7 +91,7 @@ def test_the_plan_says_what_will_be_downloaded(
     tmp_path,
     capsys,
 ):
-    """Bytes and commit, and nothing of the weights is fetched but a header."""
+    """The plan has bytes and commit; of the weights, only a header is fetched."""
     run = train_in(tmp_path / "plan", *ON_HUB, "task=plan")
     plan = json.loads(run.plan.read_text("utf-8"))
     size = (tiny_base.directory / "model.safetensors").stat().st_size
@@ -107,7 +107,7 @@ def test_a_gated_model_is_refused_before_a_run_exists(
     tmp_path,
     capsys,
 ):
-    """Exit code 2, beside the command's other mistakes."""
+    """Exit code 2, together with other problems of the command."""
     published.gated = True
     train_in(tmp_path / "run", *ON_HUB, "lora.r=0", code=2)
     said = " ".join(capsys.readouterr().err.split())
@@ -123,7 +123,7 @@ def test_out_of_reach_and_not_cached_is_the_environments_fault(
     monkeypatch,
     capsys,
 ):
-    """Exit code 3, and no run."""
+    """Exit code 3 without a run directory."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     train_in(tmp_path / "run", *ON_HUB, code=3)
     assert "HF_HUB_OFFLINE is set" in " ".join(capsys.readouterr().err.split())
@@ -138,7 +138,7 @@ def test_wrong_shapes_are_told_before_the_download(
     tmp_path,
     capsys,
 ):
-    """From the headers alone: a projection of another width."""
+    """The headers show that a projection has another width."""
     tensors = load_file(tiny_base.directory / "model.safetensors")
     key = "model.layers.1.mlp.down_proj.weight"
     tensors[key] = tensors[key][:, :64].contiguous()
@@ -164,7 +164,7 @@ def test_settings_without_effect_are_refused(
     override,
     said,
 ):
-    """A directory has no revisions, and this one no code."""
+    """A directory has no revisions, and this one has no code."""
     model = ["model=hf", f"model.id={tiny_base.directory}"]
     train_in(tmp_path / "run", *model, override, code=2)
     assert said in " ".join(capsys.readouterr().err.split())

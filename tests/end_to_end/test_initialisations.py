@@ -1,4 +1,4 @@
-"""Training from PiSSA and LoftQ: what is recorded, gone on with, scored again, and read by PEFT."""
+"""Training from PiSSA and LoftQ: recorded, resumed, scored again, and loaded by PEFT."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ LEARN = ["quant.compute_dtype=f32", "optim.lr=5e-3", "data.val_max_tokens=100000
 
 @pytest.fixture(scope="module")
 def pissa(finished_with):
-    """A run of a few steps from PiSSA; only to be read."""
+    """A run of a few steps from PiSSA; do not change it."""
     return finished_with("lora.init=pissa", *LEARN, *SUITE)
 
 
 def test_the_base_of_the_record_is_the_plain_one(pissa, finished_with):
-    """Its loss is that of a run from plain LoRA; the tuned one is not."""
+    """The base loss is that of a run from plain LoRA; the tuned loss is not."""
     plain = finished_with(*LEARN)
     ours, theirs = (Manifest.read(run.manifest).results for run in (pissa, plain))
     assert ours["base_val_loss"] == theirs["base_val_loss"]
@@ -30,7 +30,7 @@ def test_the_base_of_the_record_is_the_plain_one(pissa, finished_with):
 
 
 def test_the_error_before_and_after_is_recorded_layer_by_layer(pissa):
-    """Means in the facts, each layer in an event of its own."""
+    """The facts have the means, and an event has each layer."""
     (event,) = [e for e in read_events(pissa.telemetry) if e["event"] == "initialisation"]
     layers = event["payload"]["layers"]
     assert len(layers) == 14
@@ -41,7 +41,7 @@ def test_the_error_before_and_after_is_recorded_layer_by_layer(pissa):
 
 
 def test_the_peft_directory_has_the_loss_that_the_record_says(pissa, peft_loss):
-    """On the plain base it is not the trained model; manifest and card say by how much."""
+    """On the plain base it is not the trained model; manifest and card give its loss."""
     manifest = Manifest.read(pissa.manifest)
     results = manifest.results
     found = peft_loss(pissa)
@@ -58,7 +58,7 @@ def test_loftq_s_peft_directory_is_the_trained_model(
     peft_loss,
     notes_of,
 ):
-    """One round leaves the base as it is, so there is nothing to confess."""
+    """One iteration leaves the base unchanged, so there is no note."""
     run = finished_with("lora.init=loftq", *LEARN)
     manifest = Manifest.read(run.manifest)
     found = peft_loss(run)
@@ -68,7 +68,7 @@ def test_loftq_s_peft_directory_is_the_trained_model(
 
 
 def test_evaluation_rebuilds_the_trained_graph(pissa, untimed, tmp_path):
-    """It answers as the run itself did."""
+    """The scorecard equals the run's own."""
     out = tmp_path / "evaluation"
     command = ["task=evaluate", "logger=none", f"path={pissa.path}", *SUITE, f"hydra.run.dir={out}"]
     assert cli.main(command) == 0
@@ -78,7 +78,7 @@ def test_evaluation_rebuilds_the_trained_graph(pissa, untimed, tmp_path):
 def test_a_start_from_gradients_is_recorded_and_scored_again(
     finished_with, untimed, peft_loss, tmp_path
 ):
-    """The base of the record is the plain one, and the base that was trained on is rebuilt."""
+    """The recorded base loss is the plain base's, and evaluation rebuilds the changed base."""
     run = finished_with("lora.init=lora_ga", *LEARN, *SUITE)
     manifest, plain = Manifest.read(run.manifest), Manifest.read(finished_with(*LEARN).manifest)
     assert manifest.results["base_val_loss"] == plain.results["base_val_loss"]
@@ -98,7 +98,7 @@ def test_a_start_from_gradients_is_recorded_and_scored_again(
     [["lora.init=pissa"], ["lora.init=loftq", "lora.loftq_iters=2"], ["lora.init=lora_ga"]],
 )
 def test_a_run_that_goes_on_ends_as_one_never_stopped(train_in, tmp_path, init):
-    """Byte for byte, base and adapter rebuilt from the checkpoint."""
+    """Base and adapter are rebuilt from the checkpoint, and the bytes are the same."""
     whole = train_in(tmp_path / "whole", *init, "trainer.max_steps=4")
     part = train_in(tmp_path / "part", *init, "trainer.max_steps=2")
     assert cli.main([f"resume={part.path}", "trainer.max_steps=4"]) == 0
@@ -125,7 +125,7 @@ def test_variants_reach_the_disk_as_they_were_validated(
     tmp_path,
     overrides,
 ):
-    """PEFT alone reproduces the loss of the run, in f32."""
+    """PEFT alone computes the run's loss, in float32."""
     run = train_in(tmp_path / "run", *LEARN, *overrides)
     results = Manifest.read(run.manifest).results
     assert results["tuned_val_loss"] < 0.99 * results["base_val_loss"]

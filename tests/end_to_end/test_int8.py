@@ -1,4 +1,4 @@
-"""quant=int8 from the command line to what others load."""
+"""quant=int8, from the command line to what other libraries load."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ INT8 = ("quant=int8", "quant.compute_dtype=f32", "optim.lr=5e-3", "trainer.max_s
 
 @pytest.fixture(scope="module")
 def run(finished_with):
-    """A whole run that validates on every row kept for it; only to be read."""
+    """A finished run that validates on every validation row; do not change it."""
     return finished_with(*INT8, "data.val_max_tokens=100000")
 
 
 def test_the_record_says_what_was_computed(run):
-    """Quantizer, inputs, method; an adapter that learned, and what it is worth elsewhere."""
+    """Quantizer, inputs and method; the adapter learned, and its loss in PEFT is noted."""
     manifest = Manifest.read(run.manifest)
     facts, results = manifest.facts, manifest.results
     assert (facts["quant"], facts["double_quant"], facts["quantized_linears"]) == (
@@ -44,14 +44,14 @@ def test_the_record_says_what_was_computed(run):
 
 
 def test_peft_reproduces_the_loss_of_its_view(run, peft_loss):
-    """Transformers and PEFT alone, in evaluation on CPU: to a ten-thousandth."""
+    """With transformers and PEFT alone, in evaluation mode on the CPU, to 1e-4."""
     results = Manifest.read(run.manifest).results
     assert peft_loss(run) == pytest.approx(results["peft_view_val_loss"], rel=1e-4)
     assert results["peft_view_val_loss"] != results["tuned_val_loss"]
 
 
 def test_the_card_says_how_to_load_it(run):
-    """With the quantizer that it was trained on."""
+    """The card's code uses the quantizer of training."""
     assert "BitsAndBytesConfig(load_in_8bit=True)" in run.model_card.read_text("utf-8")
 
 
@@ -61,7 +61,7 @@ def test_an_evaluation_repeats_its_scorecard(
     tmp_path,
     monkeypatch,
 ):
-    """The saved adapter on a fresh 8-bit base."""
+    """The saved adapter is loaded on a newly quantized 8-bit base."""
     monkeypatch.chdir(tmp_path)
     assert (
         cli.main(
@@ -73,7 +73,7 @@ def test_an_evaluation_repeats_its_scorecard(
 
 
 def test_what_was_left_out_is_known_without_the_run(train_in, tiny_base, tmp_path):
-    """The adapter alone records it: a merge of it alone loads the base as it was trained on."""
+    """The adapter's header records it, so merging the adapter alone loads the right base."""
     left = ("quant.skip=[down_proj]", "lora.targets=[q_proj]", "trainer.max_steps=2")
     run = train_in(tmp_path / "run", "quant=int8", *left)
     written = json.loads((run.adapter / "adapter_manifest.json").read_text("utf-8"))
@@ -89,7 +89,7 @@ def test_what_was_left_out_is_known_without_the_run(train_in, tiny_base, tmp_pat
 
 
 def test_a_run_in_two_parts_is_the_run_in_one(train_in, tmp_path):
-    """Resumed from its checkpoint, the adapter is the same, byte for byte."""
+    """Resuming from the checkpoint gives the same bytes."""
     through = train_in(tmp_path / "through", "quant=int8", "trainer.max_steps=4")
     parts = train_in(tmp_path / "parts", "quant=int8", "trainer.max_steps=2")
     assert cli.main([f"resume={parts.path}", "trainer.max_steps=4"]) == 0

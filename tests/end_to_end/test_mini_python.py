@@ -1,4 +1,4 @@
-"""The whole way from training to figures that executed programs gave."""
+"""Training that ends with a scorecard from executed programs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mens_exp.artifacts.scorecard import Scorecard, read_item_events
 
 
 def test_training_ends_with_tasks_that_were_run(train_in, tmp_path):
-    """The suite tested itself, each answer was sent back once, and the sandbox is on record."""
+    """The suite's self-test passed, each answer had one retry, and the sandbox is recorded."""
     if shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is missing: apt-get install bubblewrap")
     settings = ["suite=mini_python", "suite.items=2", "suite.max_new_tokens=8"]
@@ -26,7 +26,7 @@ def test_training_ends_with_tasks_that_were_run(train_in, tmp_path):
         assert kpis["attempts_mean"] == 2.0
         assert kpis["repair_stall_rate"] is not None
     events = read_item_events(run.events)
-    assert len(events) == 8  # items, samples, conditions
+    assert len(events) == 8  # items * samples * conditions
     assert {event["attempts"] for event in events} == {2}
     assert len({event["completion"] for event in events}) > 2
     assert all(event["outcome"] is not None for event in events)

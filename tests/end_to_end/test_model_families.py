@@ -1,4 +1,4 @@
-"""Model families through the command line, held against transformers alone.
+"""Model families through the command line, compared with transformers alone.
 
 The oracle is the model's own ``forward(labels=...)`` or its ``generate``, on the directory that
 the run was given.
@@ -26,20 +26,20 @@ ONCE_WRONG = (
     *("granite", "granitemoe", "cohere", "cohere2", "falcon_h1", "opt", "phimoe", "mixtral"),
     *("falcon", "gptj", "gpt_neo", "mpt", "llama4_text", "qwen2_moe", "bloom", "minicpm3", "xglm"),
     *("ctrl", "recurrent_gemma", "xlstm"),
-    # Their layers differ: refused until each module named the layers that have it.
+    # Their layers differ, so they were refused until modules listed the layers that have them.
     *("afmoe", "axk1", "doge", "ernie4_5_moe", "exaone_moe", "gemma4_unified_text", "glm4_moe"),
     *("glm4_moe_lite", "hy_v3", "kimi_linear", "laguna", "minimax", "olmo_hybrid"),
 )
 
 
 def documented():
-    """Return how each model type trains, and why not, as recorded."""
+    """Return how each model type trains, or why not, from the record."""
     recorded = json.loads(families.RECORD.read_text("utf-8"))["families"]
     return {name: (one["trains"], one["reason"]) for name, one in recorded.items()}
 
 
 def test_the_page_shows_the_record():
-    """A change of families.json changes the page too: make docs."""
+    """If families.json changed, run `make docs`."""
     assert PAGE.read_text("utf-8") == families.page()
 
 
@@ -50,7 +50,7 @@ def seed_of_commit():
 
 
 def drawn():
-    """Draw a dozen of the families that were made, by a seed made from the commit."""
+    """Draw twelve of the families that could be made, with a seed from the commit."""
     seed = seed_of_commit()
     others = [name for name, (how, _) in documented().items() if how != "not made"]
     chosen = random.Random(seed).sample([one for one in others if one not in ONCE_WRONG], 12)
@@ -68,7 +68,7 @@ def test_a_family_does_what_the_page_says(name, tmp_path):
 
 
 def test_the_page_names_every_causal_model_type():
-    """Of the installed transformers."""
+    """Those of the installed transformers."""
     assert sorted(documented()) == families.model_types()
 
 
@@ -88,7 +88,7 @@ def train_on(train_in, directory, place, *overrides, code=0):
 
 @pytest.fixture
 def nothing_known(tmp_path, monkeypatch):
-    """Use an empty cache: an earlier comparison of the same graph would be believed."""
+    """Use an empty cache, since earlier comparisons of the same graph are reused."""
     monkeypatch.setenv("MENS_EXP_CACHE", str(tmp_path / "cache"))
 
 
@@ -116,7 +116,7 @@ def drawn_to_resume():
 
 @pytest.fixture
 def killed_on_the_way(monkeypatch):
-    """Copy a run's directory in the middle of its third step: what a killed process leaves."""
+    """Copy a run's directory in the middle of its third step, as a killed process leaves it."""
     from mens_exp.training.module import TrainingModule
 
     original = TrainingModule.training_step
@@ -138,7 +138,7 @@ def killed_on_the_way(monkeypatch):
 def test_a_killed_run_ends_with_the_adapter_of_one_that_went_on(
     name, train_in, killed_on_the_way, tmp_path
 ):
-    """Byte for byte: its third step is taken again, from the checkpoint after the second."""
+    """The third step is repeated from the second checkpoint, and the bytes are the same."""
     settings = [
         "trainer.max_steps=3",
         "trainer.accumulate_grad_batches=2",
@@ -164,7 +164,7 @@ def goes_on(name, train_in, killed_on_the_way, tmp_path, *overrides):
 def test_a_killed_run_on_experts_ends_with_the_adapter_of_one_that_went_on(
     name, train_in, killed_on_the_way, tmp_path
 ):
-    """Byte for byte too, whether the checkpoint has its experts apart or together."""
+    """The bytes are the same, whether experts are stored separately or together."""
     settings = [
         *("lora=experts", "lora.targets=[attention,experts]", "trainer.max_steps=3"),
         *("trainer.accumulate_grad_batches=2", "checkpoint.every_n_steps=1"),
@@ -190,7 +190,7 @@ WRONG_LOGITS = {
 def test_a_head_that_is_not_the_model_s_is_refused(
     wrong, tiny, train_in, tmp_path, monkeypatch, capsys
 ):
-    """In the usual bf16 run too; nothing is trained, and the figures stand in the manifest."""
+    """Also in a bf16 run: nothing is trained, and the manifest has the figures."""
     from mens_exp.backends import frozen_base
 
     right, changed = frozen_base.logits, WRONG_LOGITS[wrong]
@@ -204,7 +204,7 @@ def test_a_head_that_is_not_the_model_s_is_refused(
 
 @pytest.mark.usefixtures("nothing_known")
 def test_an_adapter_of_another_scale_is_refused(tiny, train_in, tmp_path, monkeypatch, capsys):
-    """One layer's factor off by two per cent."""
+    """One layer's factor is off by 2%."""
     from mens_exp.backends import qlora
 
     right = qlora.place_adapter
@@ -222,7 +222,7 @@ def test_an_adapter_of_another_scale_is_refused(tiny, train_in, tmp_path, monkey
 
 @pytest.mark.usefixtures("nothing_known")
 def test_labels_that_are_not_shifted_are_refused(tiny, train_in, tmp_path, monkeypatch):
-    """Each position learning its own token."""
+    """Each position would learn its own token."""
     from mens_exp.training import contract_probe
 
     right = contract_probe.packed_batch
@@ -240,7 +240,7 @@ def test_labels_that_are_not_shifted_are_refused(tiny, train_in, tmp_path, monke
 
 @pytest.mark.usefixtures("nothing_known")
 def test_a_comparison_is_kept_for_the_same_graph_alone(tiny, train_in, tmp_path):
-    """Another rank, or another base, is compared again."""
+    """Another rank or another base is compared again."""
     base = tiny("cohere")
     first, again, other = (
         reference_of(train_on(train_in, base, tmp_path / str(number), f"lora.r={rank}"))
@@ -253,7 +253,7 @@ def test_a_comparison_is_kept_for_the_same_graph_alone(tiny, train_in, tmp_path)
 
 @pytest.mark.usefixtures("nothing_known")
 def test_the_same_weights_under_another_configuration_are_compared_again(tiny, train_in, tmp_path):
-    """Llama and Granite have the same tensors, and Granite's logits have a scale of their own."""
+    """Llama and Granite have the same tensors, but Granite scales its logits."""
     bases = [tiny("llama"), tiny("granite"), tiny("granite", logits_scaling=5.0)]
     runs = [train_on(train_in, base, tmp_path / str(n)) for n, base in enumerate(bases)]
     weights = {Manifest.read(run.manifest).inputs["base_weights_sha256"] for run in runs}
@@ -262,7 +262,7 @@ def test_the_same_weights_under_another_configuration_are_compared_again(tiny, t
 
 
 def test_training_drops_nothing_that_the_published_model_drops(tiny, train_in, tmp_path):
-    """OPT calls dropout as a function; a fully trained model keeps the published rates."""
+    """OPT calls dropout as a function; a fully trained model keeps the original rates."""
     directory = tiny("opt")
     published = json.loads((directory / "config.json").read_text("utf-8"))
     assert (published["dropout"], published["layerdrop"]) == (0.2, 0.2)
@@ -273,7 +273,7 @@ def test_training_drops_nothing_that_the_published_model_drops(tiny, train_in, t
 
 
 def test_routers_of_a_frozen_base_do_not_draw(tiny, train_in, tmp_path):
-    """PhiMoE's choose experts at random in training mode; two runs of other seeds see one base."""
+    """PhiMoE's routers draw experts in training mode; two runs of other seeds see one base."""
     overrides = ("lora=attention", "data.packing=false", "lora.dropout=0", "trainer.max_steps=1")
     directory = tiny("phimoe")
     runs = [

@@ -1,4 +1,4 @@
-"""The PEFT directory is the model that was validated, as anybody else would load it."""
+"""The PEFT directory is the validated model when loaded with PEFT alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_peft_reproduces_the_tuned_validation_loss(
     tmp_path,
     compute,
 ):
-    """To a thousandth, on an adapter that moved the loss by far more than that."""
+    """The loss agrees to 1e-3, and the adapter changed it by far more."""
     run = train_in(
         tmp_path / "run",
         f"quant.compute_dtype={compute}",
@@ -61,7 +61,7 @@ def test_peft_reproduces_the_loss_of_a_real_model(
     val_frac,
     rel,
 ):
-    """SmolLM2 with its own chat template, a few steps on real code."""
+    """SmolLM2 with its own chat template, and a few steps on real code."""
     run = train_in(
         tmp_path / "run",
         *(["model=hf", f"model.id={smollm2_cut}"] if model == "cut" else ["model=smollm2_135m"]),
@@ -88,7 +88,7 @@ def test_peft_reproduces_the_loss_of_every_family(
     peft_loss,
     tmp_path,
 ):
-    """A user's own model directory of each family: trained, saved, loaded by PEFT on NF4."""
+    """A user's own directory of each family, trained, saved and loaded by PEFT on NF4."""
     run = train_in(
         tmp_path / "run",
         "model=hf",
@@ -109,14 +109,14 @@ def test_another_adapter_does_not(
     finished,
     tmp_path,
 ):
-    """The comparison can fail: the adapter of a shorter run gives another loss."""
+    """The comparison can fail: a shorter run's adapter gives another loss."""
     run = train_in(tmp_path / "run", "optim.lr=5e-3", "data.val_max_tokens=100000")
     loss = peft_loss(run, adapter_of=finished)
     assert loss != pytest.approx(Manifest.read(run.manifest).results["tuned_val_loss"], rel=1e-3)
 
 
 def test_no_difference_is_measured_where_there_is_no_view_or_no_probe(finished_with):
-    """The proxy has no PEFT directory; without the probe the record says why there is no figure."""
+    """The proxy has no PEFT directory; without the probe, the record has the reason."""
     proxy = Manifest.read(finished_with("backend=proxy").manifest)
     assert not any("peft_view" in name for name in [*proxy.results, *proxy.unknown])
     unprobed = Manifest.read(finished_with("data.contract.probe=false").manifest)

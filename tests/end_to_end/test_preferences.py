@@ -1,4 +1,4 @@
-"""Runs that learn which answers are better: from start to end, in parts, in two processes."""
+"""Runs that learn which answers are better: complete, resumed, in two processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REFERENCED = ("dpo", "kto")
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
-    """Files of the same answers as pairs and with labels, by objective."""
+    """Files with the same answers as pairs and with labels, by objective."""
     place = tmp_path_factory.mktemp("rows")
     pairs = [
         {
@@ -51,9 +51,9 @@ def tensors(run):
 
 @pytest.mark.parametrize("objective", [*PAIRED, "kto"])
 def test_answers_that_are_preferred_gain(objective, rows, train_in, tmp_path):
-    """NF4, packed: after eight steps they have more reward than the others, and the loss is lower.
+    """NF4 with packing: after eight steps, preferred answers have more reward and the loss falls.
 
-    The data contract holds, with the author of every token known.
+    The data contract is fulfilled, and the role of every token is known.
     """
     beta = {"simpo": 2.0, "orpo": 2.0}.get(objective, 0.1)
     settings = (f"objective={objective}", f"objective.beta={beta}", "trainer.max_steps=8")
@@ -65,7 +65,7 @@ def test_answers_that_are_preferred_gain(objective, rows, train_in, tmp_path):
     assert margins[1] > margins[0] + 1e-3
     if objective != "kto":
         assert margins[1] == pytest.approx(tuned["val/reward_margin"])
-    if objective in {"cpo", "orpo"}:  # which imitate
+    if objective in {"cpo", "orpo"}:  # which also imitate the chosen answer
         assert tuned["val/chosen_nll"] < base["val/chosen_nll"]
     if objective in REFERENCED:
         assert margins[0] == pytest.approx(0, abs=1e-6)
@@ -85,7 +85,7 @@ def test_answers_that_are_preferred_gain(objective, rows, train_in, tmp_path):
 
 @pytest.mark.parametrize("objective", ["dpo", "orpo", "kto"])
 def test_a_run_in_parts_ends_with_the_bits_of_one(objective, rows, train_in, tmp_path):
-    """Two steps and two more; padded, so that no block has several pairs."""
+    """Two steps and two more, padded, so that no block has several pairs."""
     settings = (f"objective={objective}", rows[objective], "data.packing=false")
     parts = train_in(tmp_path / "parts", *settings, "trainer.max_steps=2")
     assert cli.main([f"resume={parts.path}", "trainer.max_steps=4"]) == 0
@@ -102,7 +102,7 @@ def test_a_run_in_parts_ends_with_the_bits_of_one(objective, rows, train_in, tmp
     [("objective=dpo",), ("objective=kto",), ("objective=dpo", "objective.share_prompt=true")],
 )
 def test_two_processes_take_the_course_of_one(words, rows, train_in, tmp_path):
-    """The same batches; losses, rewards and their means over pairs within rounding."""
+    """The batches are the same; losses and rewards are equal within rounding."""
     settings = (*words, rows[words[0].partition("=")[2]], "quant.compute_dtype=f32")
     one = train_in(tmp_path / "one", *settings)
     two = train_in(tmp_path / "two", *settings, "trainer=ddp", "trainer.accelerator=cpu")
@@ -153,7 +153,7 @@ def precomputed(run):
 
 @pytest.mark.parametrize("words", [("objective=dpo",), ("objective=kto",), ("objective=dpo", ONCE)])
 def test_a_base_that_passes_before_training_changes_no_bit(words, rows, train_in, tmp_path):
-    """NF4, packed, one block in a micro-batch; in parts too, and from the cache at another rank."""
+    """NF4, packing, micro-batches of one block; also if resumed, and from the cache at r=2."""
     settings = (*words, rows[words[0].partition("=")[2]], "data.micro_batch_size=1")
     usual = train_in(tmp_path / "usual", *settings)
     before = train_in(tmp_path / "before", *settings, BEFORE, "trainer.max_steps=2")
@@ -173,7 +173,7 @@ def test_a_base_that_passes_before_training_changes_no_bit(words, rows, train_in
 
 
 def test_blocks_in_other_company_have_the_reference_within_rounding(rows, train_in, tmp_path):
-    """Two blocks in a micro-batch pass together in training, and one by one before."""
+    """Two blocks of a micro-batch run together in training, and separately before it."""
     settings = ("objective=dpo", rows["dpo"], "data.micro_batch_size=2", "quant.compute_dtype=f32")
     usual = train_in(tmp_path / "usual", *settings)
     before = train_in(tmp_path / "before", *settings, BEFORE)
@@ -183,7 +183,7 @@ def test_blocks_in_other_company_have_the_reference_within_rounding(rows, train_
 
 
 def test_two_processes_compute_the_reference_of_one(rows, train_in, tmp_path, monkeypatch):
-    """Each has its share of the documents, and both have all values."""
+    """Each computes its share of the documents, and both use all values."""
     settings = ("objective=dpo", rows["dpo"], "quant.compute_dtype=f32", BEFORE)
     one = train_in(tmp_path / "one", *settings)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -196,7 +196,7 @@ def test_two_processes_compute_the_reference_of_one(rows, train_in, tmp_path, mo
 
 
 def test_a_damaged_reference_is_named_and_computed_again(rows, train_in, tmp_path, monkeypatch):
-    """One flipped bit of the stored values; those that were never computed are not damage."""
+    """Flipping one bit of the stored values; values never computed do not count as damage."""
     monkeypatch.setenv("MENS_EXP_CACHE", str(tmp_path / "cache"))
     settings = ("objective=dpo", rows["dpo"], BEFORE)
     few = train_in(tmp_path / "few", *settings, "trainer.max_steps=1", "data.seq_len=96")
@@ -217,7 +217,7 @@ def test_a_damaged_reference_is_named_and_computed_again(rows, train_in, tmp_pat
 
 
 def test_the_plan_counts_the_pass_of_the_reference(rows, train_in, tmp_path, monkeypatch):
-    """DPO keeps the base's states and computes more than CPO; the rest of their memory is equal."""
+    """DPO keeps the base's states and computes more than CPO; the remaining memory is equal."""
     monkeypatch.setenv("MENS_EXP_CACHE", str(tmp_path / "cache"))  # no rows are encoded there
     plans = {}
     for name, *words in (("dpo",), ("cpo",), ("before", BEFORE)):
@@ -272,20 +272,20 @@ def test_the_plan_counts_the_pass_of_the_reference(rows, train_in, tmp_path, mon
     ],
 )
 def test_what_cannot_be_learned_is_refused(words, said, rows, train_in, tmp_path, capsys):
-    """With exit code 2, before anything is trained."""
+    """Exit code 2 before training."""
     run = train_in(tmp_path / "run", rows["dpo"], *words, code=2)
     assert said in capsys.readouterr().err
     assert not run.adapter.exists()
 
 
 def test_rows_without_a_rejected_answer_are_refused(rows_file, train_in, tmp_path, capsys):
-    """They would be compared with nothing."""
+    """There would be nothing to compare with."""
     train_in(tmp_path / "run", "objective=dpo", f"data.path={rows_file}", code=2)
     assert "no rejected answer" in capsys.readouterr().err
 
 
 def test_other_names_of_columns_are_given(rows, train_in, tmp_path):
-    """As for other rows; the chosen answer alone is an ordinary row."""
+    """data.columns maps them; the chosen answer alone is an ordinary row."""
     path = tmp_path / "rows.jsonl"
     path.write_text(
         "".join(

@@ -1,4 +1,4 @@
-"""The recipes of docs/how-to, one by one: their files written, their commands typed."""
+"""The recipes of docs/how-to: each one's files are written and its commands run."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _run(recipe, here, rows_file, shell_path):
 
 
 def test_the_pages_hold_the_recipes_that_were_asked_for():
-    """A recipe that lost its commands would pass by doing nothing."""
+    """A recipe that lost its commands would otherwise pass."""
     recipes = _recipes()
     assert len(recipes) == 29
     assert all(" $SMALL " in recipe.commands.replace("\n", " \n") for recipe in recipes)
@@ -78,7 +78,7 @@ def test_the_pages_hold_the_recipes_that_were_asked_for():
 
 @pytest.mark.parametrize("recipe", _recipes(), ids=lambda recipe: recipe.title)
 def test_recipe_runs_as_it_stands(recipe, tmp_path, rows_file, tiny_base, shell_path):
-    """Every command succeeds and every training run is recorded as succeeded."""
+    """Every command succeeds, and every training run is recorded as succeeded."""
     if recipe.needs_model:
         shutil.copytree(tiny_base.directory, tmp_path / "my_model")
     said = _run(recipe, tmp_path, rows_file, shell_path)

@@ -1,4 +1,4 @@
-"""Searches from the outside: drawn, ended early, killed and gone on with."""
+"""Searches through the command line: completed, pruned, killed and resumed."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def results(place):
 
 
 def pid_at_work(directory, job):
-    """Return the process of a job that has opened its run, as its launcher notes it."""
+    """Return the process of a job that has opened its run, as the launcher recorded it."""
     opened = RunDir(directory.path / job["directory"]).manifest.exists()
     return job["attempts"][-1]["pid"] if job["attempts"] and opened else None
 
 
 def kill_in_trial(place, number, launcher):
-    """Kill the launcher and its job, once that job has opened its run."""
+    """Kill the launcher and its job, once the job has opened its run."""
     began, pid = time.monotonic(), None
     while pid is None and time.monotonic() - began < 300:
         try:
@@ -66,14 +66,14 @@ def kill_in_trial(place, number, launcher):
 
 @pytest.fixture(scope="module")
 def whole(tiny_run, tmp_path_factory):
-    """A search that nothing disturbs, one trial at a time."""
+    """An undisturbed search, one trial at a time."""
     place = tmp_path_factory.mktemp("whole") / "search"
     assert cli.main(command(tiny_run, place, *SPACE)) == 0
     return place
 
 
 def test_a_killed_search_goes_on_as_if_it_had_not_been(tiny_run, whole, tmp_path, cache):
-    """The same draws and the same losses, repeats included; nothing runs twice."""
+    """Draws and losses equal those of an undisturbed search, and no trial runs twice."""
     killed = tmp_path / "killed"
     source = os.pathsep.join(filter(None, sys.path))
     with fork_server.Popen(
@@ -107,7 +107,7 @@ def test_a_killed_search_goes_on_as_if_it_had_not_been(tiny_run, whole, tmp_path
 def test_a_search_whose_disk_fails_goes_on(
     tiny_run, whole, tmp_path, cache, monkeypatch, fault, code
 ):
-    """To the draws and losses of one that nothing disturbed; it says how to go on."""
+    """Draws and losses equal those of an undisturbed search; the error says how to resume."""
     monkeypatch.setattr(fork_server, "_before_each", disk_faults.source())
     place = tmp_path / "search"
     words = command(tiny_run, place, *SPACE, "hydra.sweeper.n_trials=1")
@@ -133,7 +133,7 @@ def test_a_search_whose_disk_fails_goes_on(
 
 
 def test_a_killed_trial_is_tried_again_while_tpe_draws_others(tiny_run, tmp_path):
-    """Two at a time: the next trial begins as soon as one has ended."""
+    """Two at a time: the next trial starts as soon as one has ended."""
     place = tmp_path / "search"
     given = [RATE, "hydra.launcher.n_jobs=2", "hydra.sweeper.n_trials=4"]
     killed = []
@@ -164,7 +164,7 @@ def test_a_killed_trial_is_tried_again_while_tpe_draws_others(tiny_run, tmp_path
 
 
 def test_a_trial_that_learns_nothing_is_ended(tiny_run, tmp_path):
-    """By the second trial's validation loss beside the first's; its record says so."""
+    """The second trial's validation loss is worse than the first's; its record says so."""
     place = tmp_path / "search"
     overrides = [
         "optim.lr=choice(1e-9,1e-2)",

@@ -1,6 +1,6 @@
-"""Two processes on the CPU train what one does, leave one record, and go on as another number.
+"""Two CPU processes train what one trains, leave one record, and can resume as one or two.
 
-The process of the tests is the one that keeps the record; it starts the others.
+The tests' own process keeps the record, and starts the others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mens_exp.tasks.inspect import replay
 
 F32 = ("quant.compute_dtype=f32", "trainer.max_steps=20", "checkpoint.every_n_steps=8")
 TWO = ("trainer=ddp", "trainer.accelerator=cpu")
-RELATIVE = 1e-4  # sums over two processes round otherwise; measured: 6e-8
+RELATIVE = 1e-4  # sums over two processes round differently; measured: 6e-8
 
 
 def steps(run):
@@ -34,7 +34,7 @@ def steps(run):
 
 
 def same_course(one, other):
-    """Hold every step of one run against that of another."""
+    """Compare every step of two runs, and their validation losses."""
     assert len(steps(one)) == len(steps(other))
     for ours, theirs in zip(steps(one), steps(other), strict=True):
         assert ours["batches_sha256"] == theirs["batches_sha256"]
@@ -63,7 +63,7 @@ def two(train_in, tmp_path_factory):
 
 
 def test_two_processes_take_the_course_of_one(alone, two):
-    """Twenty steps with dropout: the same documents in the same order, losses within 1e-4."""
+    """Twenty steps with dropout: the same documents in the same order, and losses to 1e-4."""
     same_course(two, alone)
     assert len(steps(two)) == 20
     digests = [(Manifest.read(run.manifest).contract or {})["digest"] for run in (alone, two)]
@@ -71,7 +71,7 @@ def test_two_processes_take_the_course_of_one(alone, two):
 
 
 def test_weights_smoothing_and_noise_are_those_of_one_process(train_in, rows_file, tmp_path):
-    """A step is divided by the weights of both, and noise follows the micro-batch."""
+    """The sum of weights spans both processes, and noise depends on the micro-batch."""
     weighted = tmp_path / "weighted.jsonl"
     rows = map(json.loads, rows_file.read_text("utf-8").splitlines())
     texts = [json.dumps({**row, "fields": {"w": 0.1 + n % 7}}) for n, row in enumerate(rows)]
@@ -89,7 +89,7 @@ def test_weights_smoothing_and_noise_are_those_of_one_process(train_in, rows_fil
 
 
 def test_ranks_that_are_taken_away_are_those_of_one_process(train_in, tmp_path):
-    """AdaLoRA, whose allocation each process computes from the same gradients."""
+    """Each process computes AdaLoRA's allocation from the same gradients."""
     settings = (*F32, "lora=adalora", "lora.target_r=4", "trainer.max_steps=4")
     one = train_in(tmp_path / "one", *settings)
     both = train_in(tmp_path / "both", *settings, *TWO)
@@ -101,7 +101,7 @@ def test_ranks_that_are_taken_away_are_those_of_one_process(train_in, tmp_path):
 
 @pytest.mark.parametrize("option", ["galore", "apollo"])
 def test_projections_are_those_of_one_process(train_in, tmp_path, request, option):
-    """Each process decomposes the same averaged gradient, or draws from the same seed."""
+    """Each process decomposes the same mean gradient, or draws with the same seed."""
     if option == "apollo":
         request.getfixturevalue("apollo")
     settings = (*F32, "backend=full", "quant=none", f"optim={option}", "optim.rank=8")
@@ -112,7 +112,7 @@ def test_projections_are_those_of_one_process(train_in, tmp_path, request, optio
 
 
 def test_one_process_keeps_the_record(two):
-    """One manifest, one event a step, one file of metrics, one adapter, no word of the other."""
+    """There is one manifest, one event a step, one metrics file and one adapter."""
     manifest = Manifest.read(two.manifest)
     assert manifest.status is Status.SUCCEEDED
     assert manifest.facts["processes"] == 2
@@ -128,21 +128,21 @@ def test_one_process_keeps_the_record(two):
 
 
 def test_a_replay_says_that_several_trained(two):
-    """Taken again by one process: the same documents, and sums that may round otherwise."""
+    """One process repeats a step with the same documents; its sums may round differently."""
     found = replay(two, 1)
     assert any("2 processes then, one now" in one for one in found["conditions"])
     assert "batches_sha256" not in str(found["first_difference"])
 
 
 def test_one_run_is_mirrored(train_in, tmp_path):
-    """W&B knows of the first process alone."""
+    """Only the first process logs to W&B."""
     run = train_in(tmp_path / "run", *TWO, "logger=wandb")
     assert len(list(run.wandb.glob("offline-run-*"))) == 1
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_another_number_of_processes_goes_on(alone, train_in, tmp_path, before, after):
-    """After eight steps: the others are those of a run of one process throughout."""
+    """The steps after the eighth equal those of a run that always had one process."""
     run = train_in(tmp_path / "run", *F32, *(TWO if before == 2 else ()), "trainer.max_steps=8")
     overrides = [f"trainer.devices={after}", "trainer.max_steps=20"]
     assert cli.main([f"resume={run.path}", *overrides]) == 0
@@ -154,7 +154,7 @@ def test_another_number_of_processes_goes_on(alone, train_in, tmp_path, before, 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_a_killed_run_goes_on_with_another_number(alone, tiny_run, cache, tmp_path, before, after):
-    """From a checkpoint that was saved in mid-epoch, while its step was being ended."""
+    """The run is killed in the middle of a step, and resumed from a mid-epoch checkpoint."""
     run = RunDir(tmp_path / "run")
     given = [*tiny_run, *F32, *(TWO if before == 2 else ()), f"hydra.run.dir={run.path}"]
     by_key = {text.partition("=")[0]: text for text in given}
@@ -174,7 +174,7 @@ def test_a_killed_run_goes_on_with_another_number(alone, tiny_run, cache, tmp_pa
 
 
 def test_an_end_that_not_all_share_is_trained_too(train_in, tmp_path):
-    """One pass over nine micro-batches in steps of four: the last is of one process alone."""
+    """One epoch of nine micro-batches, four a step: the last step has one process only."""
     whole = ("trainer.max_steps=-1", "trainer.max_epochs=1")
     sizes = ("data.micro_batch_size=1", "data.seq_len=352")
     one = train_in(tmp_path / "one", *F32, *whole, *sizes)
@@ -188,7 +188,7 @@ def test_an_end_that_not_all_share_is_trained_too(train_in, tmp_path):
     "several", [TWO, ("trainer=fsdp", TWO[1], "quant.storage_dtype=f32")], ids=["ddp", "fsdp"]
 )
 def test_a_process_that_dies_ends_the_run_and_it_goes_on(alone, train_in, tmp_path, several):
-    """Killed after nine steps: the record says which, and the checkpoint of eight is there."""
+    """One is killed after step 9: the record names it, and the checkpoint of step 8 is used."""
     path = tmp_path / "run"
     killer = threading.Thread(target=kill_other_after, args=(RunDir(path), 9))
     killer.start()
@@ -207,7 +207,7 @@ def test_a_process_that_dies_ends_the_run_and_it_goes_on(alone, train_in, tmp_pa
 
 
 def kill_other_after(run, step):
-    """Kill the process that was started beside this one once a step has been taken."""
+    """Kill the other process once a step has been taken."""
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         if run.telemetry.is_file() and f'"step":{step}' in run.telemetry.read_text("utf-8"):

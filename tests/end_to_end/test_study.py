@@ -19,7 +19,7 @@ def sweep(tiny_run, tmp_path_factory):
 
 
 def test_a_sweep_is_compared_by_its_directory(sweep, tmp_path, capsys):
-    """Arms, factor and seeds are found; nothing confounds; pairing narrows the interval."""
+    """Arms, factor and seeds are found, nothing confounds, and pairing narrows the interval."""
     command = ["task=compare", f"path={sweep}", "logger=none", f"hydra.run.dir={tmp_path / 'c'}"]
     assert cli.main(command) == 0
     record = Comparison.read(tmp_path / "c" / "compare.json")
@@ -39,7 +39,7 @@ def test_a_sweep_is_compared_by_its_directory(sweep, tmp_path, capsys):
 
 
 def test_an_undeclared_setting_of_a_real_run_confounds(sweep, tiny_run, tmp_path):
-    """A further run with another rank is an arm by itself, and no clean one."""
+    """A run with another rank is a separate arm, and its contrast is confounded."""
     further = [text for text in tiny_run if not text.startswith("trainer.max_steps")]
     further += ["seed=1", "trainer.max_steps=2", "quant.double_quant=false", "lora.r=8"]
     assert cli.main([*further, f"hydra.run.dir={tmp_path / 'other'}"]) == 0

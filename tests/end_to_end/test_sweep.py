@@ -1,4 +1,4 @@
-"""One run for each combination, through the command line."""
+"""A sweep through the command line makes one run for each combination."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def four(tiny_run, tmp_path_factory):
 
 
 def test_each_combination_is_a_run_of_its_own(four):
-    """Four directories, each with the manifest of its own cell, and all succeeded."""
+    """Four directories, each with the manifest of its cell, and all succeeded."""
     manifests = [Manifest.read(run.manifest) for run in four]
     assert [(m.seed, m.facts["double_quant"]) for m in manifests] == [
         (1, True),
@@ -48,7 +48,7 @@ def test_each_combination_is_a_run_of_its_own(four):
 
 
 def test_each_run_has_its_own_frozen_configuration(four):
-    """The directory is named after its digest."""
+    """The directory is named after the configuration's digest."""
     digests = [config_digest(from_yaml(run.config)) for run in four]
     assert len(set(digests)) == 4
     assert digests == [Manifest.read(run.manifest).config_digest for run in four]
@@ -56,7 +56,7 @@ def test_each_run_has_its_own_frozen_configuration(four):
 
 
 def test_arms_of_one_seed_see_the_same_data(four):
-    """Rows, tokens and their order are shared; the factor changes the adapter."""
+    """Rows, tokens and their order are the same; the factor changes the adapter."""
     first, second, third, _ = (Manifest.read(run.manifest) for run in four)
     assert first.inputs == second.inputs == third.inputs
     tokens = "tokens_in_first_batch"
@@ -66,14 +66,14 @@ def test_arms_of_one_seed_see_the_same_data(four):
 
 
 def test_the_sweep_leaves_a_page_that_leads_to_each_run(four):
-    """Rendered by the launcher when the last job has ended."""
+    """The launcher renders it after the last job."""
     text = (four[0].path.parent / "sweep.html").read_text(encoding="utf-8")
     assert all(f'href="./{run.path.name}/report.html"' in text for run in four)
     assert "4 succeeded" in text
 
 
 def test_a_failing_cell_stops_no_other_and_the_exit_code_tells(tiny_run, tmp_path, capsys):
-    """The first cell has no supervised token, the second one trains."""
+    """The first cell has no supervised token, and the second one trains."""
     factors = ["data.seq_len=16,192", "trainer.max_steps=1"]
     assert sweep(tiny_run, tmp_path / "sweep", *factors) == 2
     statuses = [Manifest.read(run.manifest).status for run in runs_under(tmp_path / "sweep")]
@@ -82,14 +82,14 @@ def test_a_failing_cell_stops_no_other_and_the_exit_code_tells(tiny_run, tmp_pat
 
 
 def test_one_bad_cell_known_beforehand_stops_all(tiny_run, tmp_path, capsys):
-    """What can be told before the first job is told then, and nothing is made."""
+    """It is refused before the first job, and no directory is created."""
     assert sweep(tiny_run, tmp_path / "sweep", "lora.r=8,0") == 2
     assert "lora.r: out of range" in capsys.readouterr().err
     assert not (tmp_path / "sweep").exists()
 
 
 def test_ctrl_c_ends_the_whole_sweep(tiny_run, tmp_path, monkeypatch):
-    """In one process too: the cell at work is cancelled, and the next one does not begin."""
+    """With hydra/launcher=basic: the current cell is cancelled, and the next one does not start."""
     from mens_exp.tasks.run import Cancelled
     from mens_exp.training.module import TrainingModule
 
@@ -104,7 +104,7 @@ def test_ctrl_c_ends_the_whole_sweep(tiny_run, tmp_path, monkeypatch):
 
 @pytest.fixture
 def groups(tmp_path, monkeypatch):
-    """A copy of the config groups that may be edited."""
+    """A copy of the config groups that a test may edit."""
     copy = tmp_path / "conf"
     shutil.copytree(compose.config_directory(), copy)
     for module in (compose, option_files, user_config):
@@ -122,7 +122,7 @@ def test_editing_the_groups_during_a_sweep_changes_nothing(
     monkeypatch,
     edit,
 ):
-    """In one process, Hydra composes each cell in its turn, from the copy made at launch."""
+    """With hydra/launcher=basic, each cell is composed in its turn, from a copy made at launch."""
     from mens_exp.tasks import plan
 
     original = plan.plan

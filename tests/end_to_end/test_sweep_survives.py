@@ -1,4 +1,4 @@
-"""Sweeps whose jobs, launcher or files do not stay as they were, through the command line."""
+"""Sweeps whose jobs, launcher or files are disturbed, through the command line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LIMIT_S = 400
 
 
 def command(tiny_run, directory, *overrides):
-    """A sweep of two seeds, thirty steps each, a checkpoint after every second one."""
+    """A sweep of two seeds, thirty steps each, with a checkpoint after every second step."""
     given = [*tiny_run, "trainer.max_steps=30", *overrides]
     by_key = {text.partition("=")[0]: text for text in given}
     return ["-m", *by_key.values(), "seed=1,2", f"hydra.sweep.dir={directory}"]
@@ -59,7 +59,7 @@ def manifests(directory):
 
 
 def first_of(directory, number):
-    """Return the process of a job, the first one where there are several."""
+    """Return the process of a job, or the first of several."""
     return psutil.Process(jobs(directory)[number]["attempts"][-1]["pid"])
 
 
@@ -70,7 +70,7 @@ def second_of(directory, number):
 
 
 class Disturbed:
-    """A sweep whose launchers are processes of their own."""
+    """A sweep whose launchers are separate processes."""
 
     def __init__(self, place, environment):
         self.place, self._environment = place, environment
@@ -89,11 +89,11 @@ class Disturbed:
         self.launch(f"sweep.resume='{self.place}'")
 
     def ends(self):
-        """Return the exit code of the launcher."""
+        """Wait for the launcher and return its exit code."""
         return self.launcher.wait(LIMIT_S)
 
     def paused(self, *numbers):
-        """Stop jobs at their next checkpoints, so that what comes next finds them in training."""
+        """Suspend jobs at their next checkpoints, so that a disturbance finds them in training."""
         began, found = time.monotonic(), {}
         while len(found) < len(numbers):
             assert self.launcher.poll() is None, "it ended before these checkpoints"
@@ -132,9 +132,9 @@ def whole(tiny_run, tmp_path_factory):
 
 
 def test_a_cancelled_a_killed_and_a_left_job_go_on_to_the_same_bytes(disturbed, whole, tiny_run):
-    """Ctrl-C closes the record of what is at work; a kill of one job begins the other.
+    """Ctrl-C closes the record of the running job; when a job is killed, the next one starts.
 
-    What a killed launcher left at work is waited for; the rest is taken up from its checkpoints.
+    A job that outlives its launcher is waited for; the other one resumes from its checkpoint.
     """
     place = disturbed.place
     disturbed.launch(*command(tiny_run, place, "sweep.retries=0"))
@@ -192,7 +192,7 @@ def thrown_away(tmp_path):
 
 
 def test_jobs_of_two_processes_train_side_by_side(several):
-    """Each on record with both its processes, and with the memory of both."""
+    """The record has both processes of each job, and the memory of both."""
     assert states(several) == ["succeeded", "succeeded"]
     for job, manifest in zip(jobs(several), manifests(several), strict=True):
         assert (job["processes"], manifest.facts["processes"]) == (2, 2)
@@ -207,11 +207,11 @@ def test_jobs_of_two_processes_train_side_by_side(several):
 def test_processes_that_train_along_end_and_go_on_with_their_jobs(
     disturbed, several, tiny_run, tmp_path
 ):
-    """SIGTERM ends all and closes their records; moved elsewhere, the sweep goes on.
+    """SIGTERM ends all processes and closes their records; after a move, the sweep resumes.
 
-    The first process of one job is killed and the second one of the other, and both jobs are tried
-    again. The launcher is killed and a job with it: what is still at work is waited for, with its
-    second process. Nothing is left at work or lying about, and the bytes are the same.
+    Then one job loses its first process and the other its second, and both jobs are retried. Last,
+    the launcher and a job are killed: the other job, with its second process, is waited for. No
+    process and no temporary file remains, and the bytes are the same.
     """
     disturbed.launch(*command(tiny_run, disturbed.place, *SEVERAL, "sweep.retries=1"))
     firsts = disturbed.paused(0, 1)
@@ -256,7 +256,7 @@ def test_processes_that_train_along_end_and_go_on_with_their_jobs(
 
 @pytest.mark.parametrize("edit", ["r: 4", "- not: [yaml"], ids=["other value", "broken"])
 def test_editing_conf_after_the_launch_changes_nothing(tiny_run, tmp_path, monkeypatch, edit):
-    """Both jobs run what was composed before the first one."""
+    """Both jobs use the configuration composed before the first one."""
     monkeypatch.chdir(tmp_path)
     mine = tmp_path / "conf" / "lora" / "mine.yaml"
     mine.parent.mkdir(parents=True)
@@ -276,7 +276,7 @@ def test_editing_conf_after_the_launch_changes_nothing(tiny_run, tmp_path, monke
 
 
 def test_the_terminal_shows_the_cells_before_and_after(tiny_run, tmp_path, capsys):
-    """A skipped cell and a collapsed one are named, and where the record lies."""
+    """Skipped and duplicate cells are named, and the path of the record is shown."""
     place = tmp_path / "sweep"
     swept = ["lora.r=2,0,2", "sweep.invalid=skip", "task=plan", "trainer.max_steps=1"]
     usual = [text for text in tiny_run if not text.startswith("trainer.max_steps")]

@@ -10,7 +10,7 @@ from mens_exp.artifacts.manifest import Manifest, Status
 
 
 def test_generated_rows_train_and_their_sides_are_recorded(tmp_path):
-    """The smoke run, on 300 tasks whose held-out part is the benchmark's."""
+    """The smoke run on 300 tasks, with the benchmark's held-out part."""
     command = "experiment=smoke data=synthetic data.rows=300 data.seq_len=1024 trainer=cpu"
     done = fork_server.run(
         [sys.executable, "-m", "mens_exp", *command.split()],
@@ -30,7 +30,7 @@ def test_generated_rows_train_and_their_sides_are_recorded(tmp_path):
 
 
 def test_impossible_settings_are_refused_together(tmp_path):
-    """Each with its range, before anything is made."""
+    """Each message has the range, and no directory is created."""
     command = "data=synthetic data.rows=9 data.repair_frac=1.5 data.generator_seed=-1"
     done = fork_server.run(
         [sys.executable, "-m", "mens_exp", *command.split()],

@@ -1,7 +1,7 @@
 """Runs compared with TRL's SFTTrainer on the same batches, and adapters that TRL trained.
 
-TRL renders, masks, collates, trains and saves with code of its own. It gets the same model
-directory, first adapter and rows, in the order that the run's seed draws.
+TRL renders, masks, collates, trains and saves with its own code. It gets the same model directory,
+first adapter and rows, in the order that the run's seed draws.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.telemetry import read_events
 
 STEPS, ACCUMULATED, SEED, RATE = 10, 2, 7, 4e-3
-HELD_OUT = "put aside 22"  # its SHA-256 is in the lowest hundredth, as no other group's here is
-# The end marker is learned, the newline after it is not.
+HELD_OUT = "put aside 22"  # SHA-256 in the lowest hundredth, as for no other group
+# The end marker is trained on, the newline after it is not.
 MARKED = """\
 {%- if tools %}{{- '<|im_start|>tools\\n' + (tools | tojson) + '<|im_end|>\\n' }}{%- endif %}
 {%- for message in messages %}
@@ -46,7 +46,7 @@ MARKED = """\
 def conversation(number):
     """Every third row has a system prompt, every second one a second exchange.
 
-    In every fifth the assistant calls a tool.
+    In every fifth row the assistant calls a tool.
     """
     turns = [
         {"role": "user", "content": f"Add {number}."},
@@ -75,7 +75,7 @@ def conversation(number):
 
 
 def row(number):
-    """Return a row with the tools that it offers, if any."""
+    """Return a row with its tools, if any."""
     unit = {"type": "string", "description": "of the terms"}
     parameters = {"type": "object", "properties": {"unit": unit}}
     function = {"name": "add", "description": "Adds.", "parameters": parameters}
@@ -89,7 +89,7 @@ VALIDATED = [row(number) for number in range(100, 106)]
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A tiny Llama whose template marks what the assistant says, as TRL needs it."""
+    """A tiny Llama with a chat template that marks the assistant's text, as TRL requires."""
     directory = make_tiny("llama", tmp_path_factory.mktemp("trl") / "model", attention_dropout=None)
     (directory / "chat_template.jinja").write_text(MARKED, "utf-8")
     return directory
@@ -97,7 +97,7 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
-    """Files of rows to train on and to validate on."""
+    """Files of training rows and validation rows."""
     place = tmp_path_factory.mktemp("rows")
     sides = {
         "train": [
@@ -127,7 +127,7 @@ def peft_on(base, adapter=None, **options):
 
 @pytest.fixture(scope="module")
 def first(base, tmp_path_factory):
-    """The adapter that both start from, of PEFT's own making, B drawn too."""
+    """The initial adapter of both, made by PEFT with a random B."""
     place = tmp_path_factory.mktemp("first") / "adapter"
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -141,7 +141,7 @@ def first(base, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def settings(base, rows, first):
-    """What our runs and TRL's trainer share: f32, the whole batch's mean, clipping, a schedule."""
+    """Settings shared with TRL's trainer: f32, mean over the whole batch, clipping, schedule."""
     return [
         "model=hf",
         f"model.id={base}",
@@ -167,7 +167,7 @@ def settings(base, rows, first):
 
 @dataclass(frozen=True, kw_only=True)
 class Batches:
-    """How both divide the rows. TRL cannot pack on a CPU, so a packed step holds all of them.
+    """Batches of both. TRL cannot pack on a CPU, so a step of the packed run holds all rows.
 
     ``loss`` is TRL's name of the loss.
     """
@@ -179,7 +179,7 @@ class Batches:
 
 
 def in_order(count):
-    """Repeat the rows in the order of a run: a permutation by Philox on seed and epoch."""
+    """Repeat the rows in a run's order: a permutation by Philox from seed and epoch."""
     order = []
     while len(order) < count:
         entropy = np.random.SeedSequence([SEED, len(order) // len(ROWS)])
@@ -212,13 +212,13 @@ BATCHES = {
 
 
 def trained_by_trl(base, first, batches, place):
-    """Return the loss of each step, and the directory of the adapter that was saved."""
+    """Train with TRL; return each step's loss, and the directory of the saved adapter."""
     from datasets import Dataset
     from transformers import AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
     with torch.random.fork_rng(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of TRL and transformers among themselves
+        warnings.simplefilter("ignore")  # of TRL and transformers themselves
         trainer = SFTTrainer(
             model=peft_on(base, first, is_trainable=True),
             args=SFTConfig(
@@ -255,7 +255,7 @@ def trained_by_trl(base, first, batches, place):
 
 @pytest.fixture(scope="module")
 def theirs(base, first, tmp_path_factory):
-    """TRL's losses and adapter, trained once for each way of dividing the rows."""
+    """TRL's losses and adapter, trained once for each kind of batches."""
 
     @functools.cache
     def trained(name):
@@ -266,7 +266,7 @@ def theirs(base, first, tmp_path_factory):
 
 @pytest.fixture
 def ours(settings, train_in, tmp_path):
-    """Train as TRL does, but for the overrides."""
+    """Train a run with TRL's settings and the given overrides."""
 
     def trained(*overrides):
         return train_in(tmp_path / "run", *settings, *overrides, without="data.val_frac")
@@ -286,7 +286,7 @@ def adapter_in(directory):
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_losses_and_adapter_are_those_of_trl(name, ours, theirs, first):
-    """Ten steps in f32: each loss to 1e-6, each element of the adapter to 1e-5."""
+    """Ten steps in f32: each loss to 1e-6, and each element of the adapter to 1e-5."""
     run = ours(*BATCHES[name].ours)
     manifest = Manifest.read(run.manifest)
     assert manifest.inputs["data"]["train_rows"] == len(ROWS)
@@ -311,7 +311,7 @@ def test_another_mask_or_order_is_not_trl_s(override, ours, theirs):
 
 
 def validation_loss(model, base):
-    """Return the mean loss of what assistants said, by transformers' own mask and forward pass."""
+    """Return the mean loss on assistant tokens, with transformers' own mask and forward pass."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(base)
@@ -334,7 +334,7 @@ def validation_loss(model, base):
 
 
 def test_an_adapter_that_trl_trained_goes_in(ours, theirs, base):
-    """Before its first step a run has the loss that PEFT alone finds with that adapter."""
+    """The loss before the first step is the one that PEFT alone computes."""
     _, directory = theirs("padded")
     run = ours(*BATCHES["padded"].ours, f"lora.init_from={directory}", "trainer.max_steps=1")
     results = Manifest.read(run.manifest).results
@@ -344,7 +344,7 @@ def test_an_adapter_that_trl_trained_goes_in(ours, theirs, base):
 
 
 def test_an_adapter_that_trl_trained_is_merged(theirs, base, tmp_path):
-    """Weight by weight what PEFT's own merge gives, and a model of the same validation loss."""
+    """Each weight equals PEFT's own merge, and the model has the same validation loss."""
     from transformers import AutoModelForCausalLM
 
     _, directory = theirs("padded")

@@ -1,6 +1,6 @@
-"""Two machines, each a network namespace of its own, that torchrun joins over a cable between them.
+"""Two machines, which are network namespaces joined by a cable, and torchrun across them.
 
-They share the rows' file; the second one has a cache of its own and no run directory.
+They share the file of rows; the second one has its own cache and no run directory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def ip(*arguments):
 
 @pytest.fixture(scope="module")
 def machines():
-    """Two namespaces with a cable between them; gone afterwards."""
+    """Two network namespaces, joined by a virtual cable."""
     if shutil.which("ip") is None:
         pytest.skip("the program ip is missing: apt-get install iproute2")
     names, cables = (tuple(f"{kind}{os.getpid()}{side}" for side in "ab") for kind in ("m", "c"))
@@ -55,7 +55,7 @@ def machines():
 
 
 def on_machine(number, name, arguments, place):
-    """Start torchrun there."""
+    """Start torchrun in a namespace."""
     place.mkdir(parents=True)
     environment = {
         **os.environ,
@@ -66,7 +66,7 @@ def on_machine(number, name, arguments, place):
         environment["MENS_EXP_CACHE"] = str(place / "cache")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
     meeting = [f"--node-rank={number}", f"--master-addr={ADDRESSES[0]}", "--master-port=29501"]
-    return subprocess.Popen(  # the command of a user, in a namespace
+    return subprocess.Popen(  # a user's command, in a namespace
         [IP, "netns", "exec", name, *torchrun, *meeting, "-m", "mens_exp", *arguments],
         cwd=place,
         env=environment,
@@ -82,7 +82,7 @@ def test_two_machines_train_what_one_does(
     train_in,
     tmp_path,
 ):
-    """The same losses and documents; the record is on the first, and nothing on the second."""
+    """The losses and documents are equal; only the first machine has a record."""
     run = RunDir(tmp_path / "run")
     by_key = {text.partition("=")[0]: text for text in [*tiny_run, *F32, *MACHINES]}
     arguments = [*by_key.values(), f"hydra.run.dir={run.path}"]

@@ -1,4 +1,4 @@
-"""A model whose family the table does not know: trained, and loaded by PEFT alone."""
+"""A model of an unknown family: trained, and loaded by PEFT alone."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.model import sources
 
-# Each with something of its own: multipliers, one fused matrix, plain MLPs. StableLM's layers do
-# not hand the bounds of documents on.
+# Each has a peculiarity: multipliers, one fused matrix, plain MLPs. StableLM's layers do not
+# pass the document boundaries on.
 CONFIGS = {
     "granite": {"num_key_value_heads": 2},
     "stablelm": {"num_key_value_heads": 2},
@@ -24,7 +24,7 @@ LOSES = ("stablelm", True)
 
 @pytest.fixture
 def novel(tmp_path):
-    """Let transformers make and save a small random model, weights far apart."""
+    """Let transformers create and save a small random model with a wide spread of weights."""
 
     def saved(name):
         import torch
@@ -65,7 +65,7 @@ def test_peft_reproduces_the_loss(
     peft_loss,
     tmp_path,
 ):
-    """In f32 on the NF4 base, one document at a time: nothing leaked, no layer was missed."""
+    """In f32 on NF4, one document at a time: no document leaked, and no layer was missed."""
     run = train_in(
         tmp_path / "run",
         "model=hf",
@@ -86,7 +86,7 @@ def test_it_merges_whole_and_names_what_wants_a_known_family(
     tmp_path,
     capsys,
 ):
-    """The whole model with its certificate; single tensors and GGUF refuse, the known listed."""
+    """The merge has its certificate; mode=subset and GGUF list the known families."""
     run = train_in(
         tmp_path / "run",
         "model=hf",
@@ -116,7 +116,7 @@ def test_a_family_that_drops_the_bounds_is_refused_when_packed(
     tmp_path,
     capsys,
 ):
-    """Every position would have seen all the others, or none, without a word."""
+    """Otherwise each position would silently see all the others, or none."""
     train_in(tmp_path / "run", "model=hf", f"model.id={novel(LOSES[0])}", code=2)
     said = " ".join(capsys.readouterr().err.split())
     assert "cannot keep packed documents apart" in said

@@ -1,4 +1,4 @@
-"""What an agent of a W&B sweep runs, made by wandb's own code from the file that the docs show."""
+"""The run of a W&B sweep agent, whose command wandb's own code makes from the docs' file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def page_file():
 
 
 def command_of_agent(parameters, monkeypatch):
-    """Fill the file's command in, as `wandb.wandb_agent.Agent` does for a run."""
+    """Fill in the command of the file, like `wandb.wandb_agent.Agent` for a run."""
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     file = page_file()
@@ -42,7 +42,7 @@ def command_of_agent(parameters, monkeypatch):
 
 
 def test_every_value_of_the_page_is_accepted(monkeypatch):
-    """Each choice, and both ends."""
+    """Each choice, and both ends of each interval."""
     parameters = page_file()["parameters"]
     assert set(parameters) == set(PARAMETERS)
     for key, one in parameters.items():
@@ -54,7 +54,7 @@ def test_every_value_of_the_page_is_accepted(monkeypatch):
 
 
 def test_the_agents_run_is_the_one_that_it_waits_for(tiny_run, tmp_path, monkeypatch):
-    """Offline here; its history has the metric that the sweep is after."""
+    """Offline here; the history has the sweep's metric."""
     command = command_of_agent(PARAMETERS, monkeypatch)
     ours = [text for text in tiny_run if not text.startswith(("logger=", "optim.lr="))]
     offline = [text for text in command if text != "logger.mode=online"]

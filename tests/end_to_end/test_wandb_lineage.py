@@ -1,4 +1,4 @@
-"""base → adapter → merged → scorecard → comparison, of real runs, as the W&B stand-in has it."""
+"""Lineage of real runs in the W&B stand-in: base → adapter → merged → scorecard → comparison."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RANKS = (4, 8)
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, train_in):
-    """Two arms trained, merged, their merged models scored, and these compared."""
+    """Two arms trained and merged, their merged models scored, and the scores compared."""
     root = tmp_path_factory.mktemp("runs")
 
     def typed(name, *command):
@@ -32,7 +32,7 @@ def runs(tmp_path_factory, train_in):
 
 
 def test_each_run_reads_what_an_earlier_one_made(runs, wandb_service):
-    """The same version of it, by digest: nothing that was read is there a second time."""
+    """Artifacts are found by digest, so none is uploaded twice."""
     synced = ["task=sync", f"path={runs}", f"hydra.run.dir={runs}/sync"]
     assert cli.main(synced) == 0
     assert wandb_service.unknown == []
@@ -63,7 +63,7 @@ def test_each_run_reads_what_an_earlier_one_made(runs, wandb_service):
 
 
 def test_a_comparison_of_merged_models_is_of_the_runs_that_were_trained(runs):
-    """Its arms are theirs, its scorecards those of the merged models."""
+    """The arms are those runs; the scorecards belong to the merged models."""
     record = Comparison.read(runs / "compare" / "compare.json")
     assert sorted(one["run_id"] for one in record.runs) == ["train4", "train8"]
     assert sorted(str(one["scored_by"]) for one in record.runs) == [

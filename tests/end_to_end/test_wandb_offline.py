@@ -1,4 +1,4 @@
-"""The smoke experiment with its W&B mirror, read back with W&B's own reader."""
+"""The smoke experiment with an offline W&B run, read back with W&B's own reader."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mens_exp.artifacts.telemetry import read_events
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A home directory without an account."""
+    """A home directory without a W&B account."""
     return tmp_path_factory.mktemp("home")
 
 
@@ -51,7 +51,7 @@ def run(cache, home, rows_file, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def records(run):
-    """What `wandb leet inspect` reads, by kind."""
+    """The records that `wandb leet inspect` reads, by kind."""
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(run.wandb)]
     text = fork_server.run(command, check=True, capture_output=True, text=True).stdout
     found = {}
@@ -68,18 +68,18 @@ def summary(run):
 
 
 def test_the_run_is_there_under_its_names(records, run):
-    """Group, job type and tags tell runs apart without opening them."""
+    """Group, job type and tags identify a run without opening it."""
     shown = records["run"][0]
     assert shown["run_id"] == run.path.name
     assert shown["run_group"] == "smoke"
     assert shown["job_type"] == "train"
     assert "lora.r=8" in shown["tags"]
     assert shown["display_name"].startswith("r=8 suite=heldout_syntax data=jsonl ")
-    assert " seed42" in shown["display_name"]  # a long path may take the model's place
+    assert " seed42" in shown["display_name"]  # a long path may replace the model
 
 
 def test_configuration_plan_and_facts_are_there(run):
-    """The resolved values, not the overrides."""
+    """The values are resolved ones, not overrides."""
     config = summary(run)["config"]
     assert config["lora"]["r"] == 8
     assert config["model"]["name"] == "tiny_llama"
@@ -124,7 +124,7 @@ def test_scorecard_and_predictions_are_tables(records, run):
 
 
 def test_adapter_and_manifest_are_artifacts_inside_the_run(records, run):
-    """The run directory is self-contained: what would be uploaded lies in it."""
+    """The run directory is self-contained: it holds every file to be uploaded."""
     shown = {record["type"]: record for record in records["artifact"]}
     assert {"adapter", "manifest"} <= shown.keys()  # and W&B's own for the tables
     files = {entry["path"]: entry for entry in shown["adapter"]["manifest"]["contents"]}
@@ -135,7 +135,7 @@ def test_adapter_and_manifest_are_artifacts_inside_the_run(records, run):
 
 
 def test_nothing_is_left_outside_of_the_run(run, home, notes_of):
-    """No account, no prompt, no file in the home directory."""
+    """No account, no prompt, and no file in the home directory."""
     assert [p for p in home.rglob("*") if "wandb" in p.name] == []
     assert [e for e in read_events(run.telemetry) if e["event"] == "sink_failed"] == []
     assert notes_of(run) == []

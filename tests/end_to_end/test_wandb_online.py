@@ -1,4 +1,4 @@
-"""Training with logger.mode=online, while the service is slow, refuses, or never answers."""
+"""Training with logger.mode=online while the service is slow, refuses, or never answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = [1, 2, 3, 4]
 
 @pytest.fixture
 def train(tmp_path, cache, rows_file, wandb_service):
-    """`python -m mens_exp experiment=smoke logger=wandb logger.mode=online`, which must succeed."""
+    """Run `python -m mens_exp experiment=smoke logger=wandb logger.mode=online` to success."""
 
     def command(*overrides):
         asked = [
@@ -54,14 +54,14 @@ def _run(here, cache, *arguments):
 
 
 def sent(service, run):
-    """Steps of the training loss that the service has."""
+    """Return the steps of the training loss that the service has received."""
     found = service.runs.get(run.path.name)
     rows = [] if found is None else found.history
     return [row["step"] for row in rows if "train/loss" in row]
 
 
 def settled(run):
-    """Wait for the process that sends it, and return what came of it."""
+    """Wait for the sender process, and return the recorded delivery."""
     deadline = time.monotonic() + 300
     while run.sync_lock.exists() and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -70,7 +70,7 @@ def settled(run):
 
 
 def whole(run):
-    """Nothing of the run itself shows what the service did."""
+    """Check that the run shows no trace of the service's behaviour."""
     manifest = Manifest.read(run.manifest)
     assert manifest.status is Status.SUCCEEDED
     events = read_events(run.telemetry)
@@ -79,7 +79,7 @@ def whole(run):
 
 
 def test_a_slow_service_has_it_all_in_the_end(train, wandb_service):
-    """Answers take 0.1 s each; the run does not wait for one of them."""
+    """Each answer takes 0.1 s, and the run waits for none of them."""
     wandb_service.delay_s = 0.1
     run = train("logger.wait_s=200")
     whole(run)
@@ -90,7 +90,7 @@ def test_a_slow_service_has_it_all_in_the_end(train, wandb_service):
 
 
 def test_what_a_service_refused_is_sent_later(train, wandb_service, tmp_path, cache):
-    """Every answer is an error while it trains; the record says so, and task=sync sends it."""
+    """Every request fails while the run trains; the record says so, and task=sync sends it."""
     wandb_service.refuses = lambda _: True
     run = train("logger.wait_s=0", "logger.console=true")
     whole(run)
@@ -99,7 +99,7 @@ def test_what_a_service_refused_is_sent_later(train, wandb_service, tmp_path, ca
     assert sent(wandb_service, run) == []
     wandb_service.refuses = lambda _: False
     _end_sender(run)
-    (mirror,) = run.wandb.glob("offline-run-*")  # a forked command prints where wandb sees nothing
+    (mirror,) = run.wandb.glob("offline-run-*")  # wandb does not see a forked command's output
     (mirror / "files").mkdir(exist_ok=True)
     (mirror / "files" / "output.log").write_text("step 4/4 …\n", "utf-8")
     _run(tmp_path, cache, "task=sync", f"path={run.path}")
@@ -110,7 +110,7 @@ def test_what_a_service_refused_is_sent_later(train, wandb_service, tmp_path, ca
 
 
 def test_a_service_that_never_answers_delays_nothing(train, wandb_service, tmp_path, cache):
-    """The run ends while its sender still waits, and is whole; later, task=sync sends it."""
+    """The run ends before its sender gives up, and task=sync sends it later."""
     wandb_service.hangs = lambda _: True
     run = train("logger.wait_s=0")
     whole(run)
@@ -127,7 +127,7 @@ def test_a_service_that_never_answers_delays_nothing(train, wandb_service, tmp_p
 def test_an_online_evaluation_is_tied_to_the_run_that_it_scored(
     train, wandb_service, tmp_path, cache
 ):
-    """Without task=sync: named after what it did, with its KPIs, behind the run's own adapter."""
+    """Without task=sync: it has a name, the KPIs, and the run's adapter as its input."""
     run = train("logger.wait_s=200", "data.heldout_frac=0.3")
     online = ["logger.mode=online", "logger.wait_s=200", "hydra.run.dir=scored"]
     suite = ["suite=heldout_syntax", "suite.items=2", "suite.max_new_tokens=48"]
@@ -146,7 +146,7 @@ def test_an_online_evaluation_is_tied_to_the_run_that_it_scored(
 
 
 def _until_asked(service):
-    """Wait for the sender's first request: a run may end before its sender has started."""
+    """Wait for the sender's first request, since a run may end before its sender has started."""
     deadline = time.monotonic() + 300
     while not service.operations and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -154,13 +154,13 @@ def _until_asked(service):
 
 
 def settled_not(run):
-    """Tell whether the record says that it has not arrived."""
+    """Tell whether the record says that the run has not arrived."""
     (delivery,) = SyncRecord.read(run.sync).deliveries
     return delivery["digest"] is None and bool(delivery["why"])
 
 
 def _end_sender(run):
-    """End what still tries to send it, as a machine that is switched off does."""
+    """Kill a sender that is still running, as switching off the machine would."""
     import signal
 
     from mens_exp.artifacts.host import lock_holder

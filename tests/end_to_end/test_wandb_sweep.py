@@ -1,4 +1,4 @@
-"""`wandb sweep` and `wandb agent` as a user runs them, against a stand-in of the W&B service."""
+"""`wandb sweep` and `wandb agent` as a user runs them, against a stand-in of the service."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def page_file():
 
 @pytest.fixture
 def environment(tmp_path, wandb_service, shell_path):
-    """What a user's shell has: a `python`, and an account."""
+    """A user's shell environment, with a `python` and an account."""
     return {
         **os.environ,
         "PATH": shell_path,
@@ -44,7 +44,7 @@ def environment(tmp_path, wandb_service, shell_path):
 
 @pytest.fixture
 def wandb_command(tmp_path, environment):
-    """Run a command of W&B's own in a directory, and return what it said."""
+    """Run a W&B command in the test's directory, and return its output."""
 
     def run(*arguments):
         done = fork_server.run(
@@ -65,7 +65,7 @@ def wandb_command(tmp_path, environment):
 
 @pytest.fixture
 def sweep_of_the_page(tmp_path, tiny_run, wandb_command):
-    """Create the sweep that the docs show, its jobs tiny; returns what the agent is given."""
+    """Create the sweep of the docs with tiny jobs; return the argument of `wandb agent`."""
 
     def created(*overrides, **changes):
         file = page_file() | changes
@@ -82,7 +82,7 @@ def sweep_of_the_page(tmp_path, tiny_run, wandb_command):
 
 
 def runs_in(place):
-    """Our runs, by the id that the agent gave."""
+    """Return the runs by the ids that the agent gave them."""
     found = {}
     for path in place.glob("outputs/train/*/*/manifest.json"):
         manifest = Manifest.read(path)
@@ -99,7 +99,7 @@ def test_an_agent_runs_the_sweep_of_the_page_and_the_service_has_its_runs(
     wandb_sweeps,
     tmp_path,
 ):
-    """Under the ids that the agent gave, of the sweep, with the metric that it is after."""
+    """The ids are the agent's, and each run has the sweep's metric."""
     wandb_sweeps.suggestions = list(DRAWN)
     told = sweep_of_the_page()
     assert told == "lab/mine/sweep000"
@@ -114,7 +114,7 @@ def test_an_agent_runs_the_sweep_of_the_page_and_the_service_has_its_runs(
         assert (run.sweep, run.project, run.exit_code) == ("sweep000", "mine", 0)
         assert run.summary["tuned/val_loss"] == manifest.results["tuned_val_loss"]
         assert run.settings["lora"]["r"] == drawn["lora.r"]
-        assert {key: run.settings[key] for key in drawn} == drawn  # where the search looks
+        assert {key: run.settings[key] for key in drawn} == drawn  # as the search reads them
         assert manifest.status is Status.SUCCEEDED
 
 
@@ -126,7 +126,7 @@ def test_the_local_controller_draws_from_what_the_runs_came_to(
     environment,
     tmp_path,
 ):
-    """The service only hands on: W&B's own search, here, reads the first run and draws a second."""
+    """W&B's own local search reads the first run and draws the second."""
     pytest.importorskip("sweeps", reason="sweeps is missing: pip install 'wandb[sweeps]'")
     lane = {"backend": {"values": ["qlora", "lora"]}, "lora.r": {"values": [8]}}
     told = sweep_of_the_page(method="grid", parameters=lane, controller={"type": "local"})
@@ -146,7 +146,7 @@ def test_the_local_controller_draws_from_what_the_runs_came_to(
             controller.kill()
             controller.wait()
     assert wandb_service.unknown == []
-    # The grid has two cells, and no third is drawn: it found both in the runs' configurations.
+    # The grid has two cells and no third is drawn: the runs' configurations had both.
     drawn = [run.settings["backend"] for run in wandb_service.runs.values()]
     assert sorted(drawn) == ["lora", "qlora"]
     assert [run.exit_code for run in wandb_service.runs.values()] == [0, 0]
@@ -161,7 +161,7 @@ def test_a_run_that_is_stopped_in_the_service_ends_in_order(
     environment,
     tmp_path,
 ):
-    """The agent ends it: its record says cancelled, and the service has all that it did."""
+    """The agent stops the run: its record says cancelled, and the service has all steps."""
     wandb_sweeps.suggestions = DRAWN[:1]
     told = sweep_of_the_page("trainer.max_steps=100000", "checkpoint.every_n_steps=100000")
     with (tmp_path / "agent.log").open("wb") as log:
@@ -193,7 +193,7 @@ def test_a_run_that_is_stopped_in_the_service_ends_in_order(
 
 
 def has_steps(service):
-    """The agent's run, once the service has two steps of it."""
+    """Return the agent's run, once the service has two steps of it."""
     run = service.runs.get("sweep000r0")
     rows = [] if run is None else [row for row in run.history if "train/loss" in row]
     return run if len(rows) > 1 else None
@@ -215,7 +215,7 @@ def test_what_an_agent_ran_offline_is_sent_later_as_the_agents_run(
     tmp_path,
     monkeypatch,
 ):
-    """Under its id and in its sweep, once, however often it is asked for."""
+    """It is sent once, with its id and sweep, however often task=sync runs."""
     wandb_sweeps.suggestions = DRAWN[:1]
     command = [
         "logger.mode=offline" if "mode=" in text else text for text in page_file()["command"]

@@ -1,4 +1,4 @@
-"""The wheel works where there is no checkout."""
+"""The wheel works without a checkout."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def wheel(tmp_path_factory):
 
 
 def test_the_wheel_carries_every_config_file_and_template(wheel):
-    """What is data in the checkout is in the package, and tests are not."""
+    """The package has the checkout's data files, and no tests."""
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     conf = {
@@ -54,7 +54,7 @@ def test_the_wheel_carries_every_config_file_and_template(wheel):
 
 
 def test_the_wheel_describes_itself_to_an_index(wheel):
-    """README without relative links and pictures, the types' marker, and one version everywhere."""
+    """No relative links or comments in the README, a py.typed file, and one version everywhere."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         (described,) = (name for name in names if name.endswith(".dist-info/METADATA"))
@@ -70,7 +70,7 @@ def test_the_wheel_describes_itself_to_an_index(wheel):
 
 
 def required(text):
-    """Return the installed distributions that requirements ask for, and those that these need."""
+    """Return the installed distributions that the requirements need, directly or indirectly."""
     found, waiting = {}, [(Requirement(one), frozenset()) for one in text]
     while waiting:
         one, of = waiting.pop()
@@ -86,10 +86,10 @@ def required(text):
 
 
 def install_by_link(environment, wheel):
-    """Unpack the wheel in an environment, and link what it declares to need from this one.
+    """Unpack the wheel in an environment, and link its dependencies from this one.
 
     Returns:
-        The environment's programs.
+    The environment's directory of programs.
     """
     programs = environment / ("Scripts" if os.name == "nt" else "bin")
     (site,) = environment.glob("lib/python*/site-packages")
@@ -112,10 +112,10 @@ def install_by_link(environment, wheel):
 
 
 def install_by_pip(environment, wheel):
-    """Install the wheel in an environment with the pinned versions of what it needs.
+    """Install the wheel in an environment with pip and the pinned versions of its dependencies.
 
     Returns:
-        The environment's programs.
+    The environment's directory of programs.
     """
     programs = environment / ("Scripts" if os.name == "nt" else "bin")
     pip = [str(programs / "python"), "-m", "ensurepip"]
@@ -139,9 +139,9 @@ def install_by_pip(environment, wheel):
 def test_the_installed_wheel_runs_a_job_in_an_empty_directory(
     wheel, installed, rows_file, tmp_path
 ):
-    """With what it declares to need and no checkout, a cache of its own, and a user's callback.
+    """Only the declared dependencies are there, with a new cache and a user's callback.
 
-    The callback is the one that docs/how-to/extending.md shows.
+    The callback is the one in docs/how-to/extending.md.
     """
     environment, here = tmp_path / "venv", tmp_path / "here"
     venv.create(environment)
@@ -172,6 +172,6 @@ def test_the_installed_wheel_runs_a_job_in_an_empty_directory(
     manifest = Manifest.read(record)
     assert manifest.status is Status.SUCCEEDED
     assert manifest.provenance["commit"] is None
-    compiled = {"__pycache__"}  # the user's own module, by Python
+    compiled = {"__pycache__"}  # of the user's module, by Python
     assert {path.name for path in here.iterdir()} - before - compiled == {"outputs"}
     assert (tmp_path / "cache" / "mens_exp").is_dir()

@@ -17,7 +17,7 @@ def _stand_in():
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    __import__("sys").modules[spec.name] = module  # its dataclass looks itself up there
+    __import__("sys").modules[spec.name] = module  # dataclass looks its module up there
     spec.loader.exec_module(module)
     return module
 
@@ -29,7 +29,7 @@ def stand_in():
 
 @pytest.fixture
 def hub(stand_in, monkeypatch):
-    """The hub's stand-in, and nobody logged in anywhere."""
+    """The stand-in hub, with nobody logged in."""
     from huggingface_hub import constants
 
     with stand_in.stand_in_hub() as served:
@@ -42,7 +42,7 @@ def hub(stand_in, monkeypatch):
 
 @pytest.fixture(scope="session")
 def portable(train_in, shelf):
-    """A run whose records name relative paths alone; only to be read."""
+    """A run whose records contain only relative paths; do not change it."""
     from mens_exp.artifacts.run_dir import RunDir
 
     def train(place):
@@ -56,7 +56,7 @@ def portable(train_in, shelf):
 
 
 def _real_texts(number):
-    """Paragraphs of the standard library's own documentation, code and numbers among them."""
+    """Paragraphs of the standard library's documentation, with code and numbers."""
     texts = [pydoc.plain(pydoc.render_doc(name)) for name in ("json", "textwrap", "decimal", "re")]
     parts = [line for text in texts for line in text.splitlines() if line.strip()]
     extra = ["  two  spaces", "tab\tand\r\nnewline", "Ünïcödé 漢字 🙂 café", "it's we'll 123456.78"]
@@ -65,13 +65,13 @@ def _real_texts(number):
 
 @pytest.fixture(scope="session")
 def real_texts():
-    """So many lines of real text."""
+    """A function that returns the requested number of lines of real text."""
     return _real_texts
 
 
 @pytest.fixture(scope="session")
 def same_ids():
-    """Compare what transformers makes of a file with the directory's own tokenizer."""
+    """Compare the tokenizer that transformers reads from a file with the directory's own."""
     from mens_exp.model.quiet import quiet
 
     def compare(source, file, *, strip=False):
@@ -90,7 +90,7 @@ def same_ids():
 
 @pytest.fixture(scope="session")
 def trained_vocabulary():
-    """Train a small byte-level BPE under a splitting."""
+    """Train a small byte-level BPE vocabulary with a given pre-tokenizer."""
     from tokenizers import decoders, trainers
 
     def trained(splitting):
@@ -117,7 +117,7 @@ def source_of(
     trained_vocabulary,
     tmp_path_factory,
 ):
-    """Return a family's small random model with a tokenizer that has merges; only to be read."""
+    """A family's small random model, whose tokenizer has merges; do not change it."""
     root = tmp_path_factory.mktemp("sources")
 
     @functools.cache

@@ -1,4 +1,4 @@
-"""A stand-in for the Hugging Face hub on loopback: as much of its API as an upload uses."""
+"""A stand-in for the Hugging Face Hub on loopback, with the part of its API that an upload uses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOKEN = "hf_" + "t" * 34
 
 @dataclass
 class Hub:
-    """What the hub holds and has been asked."""
+    """The repositories of the hub, and the requests and commits that it received."""
 
     url: str = ""
     repos: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -27,7 +27,7 @@ class Hub:
 def _handler(hub):  # noqa: C901  # one class, five routes
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *_):
-            """Say nothing on the terminal."""
+            """Print nothing."""
 
         def _answer(self, code, value, **headers):
             body = json.dumps(value).encode()
@@ -97,7 +97,7 @@ def _handler(hub):  # noqa: C901  # one class, five routes
 
 @contextmanager
 def stand_in_hub():
-    """Serve inside the block."""
+    """Run the hub inside the block."""
     hub = Hub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub))
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"

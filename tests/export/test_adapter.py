@@ -1,4 +1,4 @@
-"""Adapters in other forms compute what they computed: logits before and after, by PEFT itself."""
+"""Converted adapters give the same logits before and after, by PEFT's own forward pass."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mens_exp.model.quiet import quiet
 PEFT, V2, V3 = ExportFormat.peft, ExportFormat.v2, ExportFormat.v3
 IDS = torch.arange(3, 27).reshape(2, 12)
 QV = {"target_modules": ["q_proj", "v_proj"]}
-# What PEFT's own LoraConfig is given, and the family that it is put on.
+# The arguments of PEFT's LoraConfig, and the model family that it is applied to.
 ADAPTERS = {
     "lora": ("llama", {"target_modules": "all-linear"}),
     "rslora": ("llama", {**QV, "use_rslora": True}),
@@ -79,7 +79,7 @@ def golden():
 
 @pytest.fixture
 def made(family_base, tmp_path):
-    """Let PEFT save an adapter of its own, A and B drawn at random; return what it is on."""
+    """Save an adapter with PEFT itself, with random A and B; return it with its base."""
     from peft import LoraConfig, get_peft_model
 
     def saved(family, **config):
@@ -104,7 +104,7 @@ def convert(source, form, out, base):
 
 
 def by_the_header(model, directory):
-    """Merge a v3 by the seeds' formula, knowing the header's own keys and nothing of ours."""
+    """Merge a v3 adapter by the seeds' formula, from the header's standard keys alone."""
     from transformers.pytorch_utils import Conv1D
 
     header = json.loads((directory / "adapter_manifest.json").read_text("utf-8"))
@@ -120,7 +120,7 @@ def by_the_header(model, directory):
 
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_any_lora_keeps_its_logits_through_v3_and_back(made, tmp_path, name):
-    """PEFT to v3 to PEFT, to 1e-5 in f32, on logits that the adapter had moved."""
+    """PEFT to v3 to PEFT, to 1e-5 in float32, for an adapter that changes the logits."""
     family, config = ADAPTERS[name]
     theirs, base, described = made(family, **config)
     three = convert(theirs, V3, tmp_path / "v3", described)
@@ -128,14 +128,14 @@ def test_any_lora_keeps_its_logits_through_v3_and_back(made, tmp_path, name):
     before = logits(with_peft(base, theirs))
     np.testing.assert_allclose(logits(with_peft(base, ours)), before, atol=1e-5, rtol=0)
     assert np.abs(before - logits(model_of(base))).max() > 0.05
-    if name != "tied head":  # whose delta would change the embedding too
+    if name != "tied head":  # its delta would also change the embedding
         merged = by_the_header(model_of(base), three)
         np.testing.assert_allclose(logits(merged), before, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", [*DORAS, *ADAPTERS])
 def test_peft_written_again_keeps_its_logits(made, tmp_path, name):
-    """PEFT to PEFT, to 1e-5 in f32; DoRA's lengths go along."""
+    """PEFT to PEFT, to 1e-5 in float32; the magnitudes of DoRA are kept."""
     family, config = {**DORAS, **ADAPTERS}[name]
     theirs, base, described = made(family, **config)
     ours = convert(theirs, PEFT, tmp_path / "peft", described)
@@ -146,7 +146,7 @@ def test_peft_written_again_keeps_its_logits(made, tmp_path, name):
 
 @pytest.mark.parametrize("form", [V2, V3], ids=lambda form: form.value)
 def test_a_dora_is_no_delta_and_leaves_as_peft_alone(made, tmp_path, form):
-    """Refused with the reason and the way out; nothing is written."""
+    """The message gives the reason and suggests format=peft; nothing is written."""
     theirs, _, described = made("llama", **QV, use_dora=True)
     with pytest.raises(DataError, match=r"DoRA is not a delta.*format=peft"):
         convert(theirs, form, tmp_path / "out", described)
@@ -155,7 +155,7 @@ def test_a_dora_is_no_delta_and_leaves_as_peft_alone(made, tmp_path, form):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_tensors_are_read_exactly(made, tmp_path, dtype):
-    """As TRL and Unsloth save them; f32 holds every one of their values."""
+    """TRL and Unsloth save such tensors; float32 represents each value exactly."""
     from safetensors.torch import load_file, save_file
 
     theirs, _, described = made("llama", **QV)
@@ -168,7 +168,7 @@ def test_half_precision_tensors_are_read_exactly(made, tmp_path, dtype):
 
 
 def test_v2_holds_the_same_deltas_and_goes_back(made, tmp_path):
-    """PEFT to v2 to v3 to v2: the two v2 are the same bytes, and rsLoRA's root is in B."""
+    """PEFT to v2 to v3 to v2: both v2 are the same bytes, and B contains rsLoRA's sqrt(r)."""
     theirs, _, described = made("llama", **QV, use_rslora=True)
     two = convert(theirs, V2, tmp_path / "v2", described)
     meta, tensors = read_adapter_v2(two)
@@ -187,14 +187,14 @@ def test_v2_holds_the_same_deltas_and_goes_back(made, tmp_path):
 
 
 def test_mixed_ranks_have_no_v2(made, tmp_path):
-    """One header, one rank; the layers that differ are named."""
+    """A v2 header has one rank; the message names the layers that differ."""
     theirs, _, described = made("llama", **QV, rank_pattern={"q_proj": 2})
     with pytest.raises(DataError, match=r"rank_pattern.*l0\.q"):
         convert(theirs, V2, tmp_path / "v2", described)
 
 
 def test_the_base_that_is_recorded_stays_recorded(made, tmp_path):
-    """From PEFT's configuration to v3 and back."""
+    """The name survives the way from PEFT's configuration to v3 and back."""
     theirs, _, described = made("llama", **QV)
     file = theirs / "adapter_config.json"
     config = json.loads(file.read_text("utf-8")) | {"base_model_name_or_path": "org/model"}
@@ -214,7 +214,7 @@ def test_an_adapter_of_another_base_is_refused(
     other,
     message,
 ):
-    """By names that the base does not have, or by shapes; qwen3's heads are wider here."""
+    """The base lacks the layer names, or the shapes differ: qwen3's heads are wider here."""
     theirs, _, _ = made("llama", **QV)
     foreign = base_of(HfModel(id=str(family_base(other).directory)), tmp_path)
     with pytest.raises((MensError, Problems), match=message):
@@ -226,7 +226,7 @@ def test_a_v3_of_another_base_is_refused(
     family_base,
     tmp_path,
 ):
-    """Layers, keys and sizes are each named; the model setting is the remedy."""
+    """The message names layers, keys and sizes, and suggests model.id."""
     theirs, _, described = made("llama", target_modules="all-linear")
     three = convert(theirs, V3, tmp_path / "v3", described)
     foreign = base_of(HfModel(id=str(family_base("gpt2").directory)), tmp_path)
@@ -237,7 +237,7 @@ def test_a_v3_of_another_base_is_refused(
 
 @pytest.mark.parametrize("ours", [None, {"candle_qlora_graph_id": "lm_head_only"}])
 def test_a_proxy_stack_has_no_peft_form(golden, family_base, tmp_path, ours):
-    """Told by its layers or by its graph; both schemas take it."""
+    """It is recognized by its layers or its graph id; v2 and v3 can store it."""
     manifest, tensors = read(find(golden / "adapters" / "v2"), None, None)
     if ours is not None:
         manifest.layer_order, manifest.base_key_map = ["lm_head"], {"lm_head": "wte.weight"}
@@ -251,7 +251,7 @@ def test_a_proxy_stack_has_no_peft_form(golden, family_base, tmp_path, ours):
 
 
 def test_a_runs_revision_is_put_down_for_whoever_loads_it(made, tmp_path):
-    """The commit of the hub, as PEFT itself records it."""
+    """The Hub commit is written to adapter_config.json, as PEFT does."""
     theirs, _, described = made("llama", **QV)
     pinned = dataclasses.replace(described, revision="ab" * 20)
     ours = convert(theirs, PEFT, tmp_path / "peft", pinned)
@@ -260,7 +260,7 @@ def test_a_runs_revision_is_put_down_for_whoever_loads_it(made, tmp_path):
 
 
 def test_what_lies_at_the_target_is_not_replaced(tmp_path):
-    """An empty directory may be; files of the user's own may not."""
+    """An empty directory may be used; one with the user's files may not."""
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
     (tmp_path / "empty").mkdir()
@@ -269,6 +269,6 @@ def test_what_lies_at_the_target_is_not_replaced(tmp_path):
 
 
 def test_a_directory_without_an_adapter_is_refused(tmp_path):
-    """What would have been one is listed."""
+    """The message lists the files that would make it an adapter."""
     with pytest.raises(MensError, match=r"no adapter.*candle_qlora_adapter_meta\.json"):
         find(tmp_path)

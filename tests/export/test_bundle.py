@@ -32,7 +32,7 @@ def copied(portable, tmp_path):
 
 
 def test_the_command_writes_one_archive_and_records_its_hash(portable, tmp_path, monkeypatch):
-    """task=export path=…; the archive lies in the export's own run directory."""
+    """The archive is in the run directory of the export, and the manifest has its digest."""
     monkeypatch.chdir(tmp_path)
     assert cli.main(["task=export", f"path={portable.path}", "hydra.run.dir=out"]) == 0
     record = Manifest.read(tmp_path / "out" / "manifest.json")
@@ -67,7 +67,7 @@ def test_an_archive_replaces_nothing_but_a_bundle(
 
 
 def test_two_packings_are_the_same_bytes(portable, tmp_path):
-    """No time, no owner, and a fixed order."""
+    """Entries have no time and no owner, and a fixed order."""
     for name in ("a", "b"):
         pack(portable, tmp_path / f"{name}.tar.gz", checkpoints=False)
     assert (tmp_path / "a.tar.gz").read_bytes() == (tmp_path / "b.tar.gz").read_bytes()
@@ -78,7 +78,7 @@ def test_two_packings_are_the_same_bytes(portable, tmp_path):
 
 
 def test_unpacked_it_is_the_same_run(portable, tmp_path):
-    """Every file has the hash of the list; training states stay at home unless asked for."""
+    """Every file has its listed digest; checkpoints are packed only on request."""
     hashes = pack(portable, tmp_path / "b.tar.gz", checkpoints=False)
     run = unpack(tmp_path / "b.tar.gz", tmp_path / "there")
     verify(run)
@@ -102,7 +102,7 @@ def test_unpacked_it_is_the_same_run(portable, tmp_path):
 
 
 def test_a_colleague_scores_the_unpacked_run(portable, tmp_path, monkeypatch):
-    """In another directory, by evaluate, with the same weights and rows."""
+    """`evaluate` works in another directory, with the same weights and rows."""
     pack(portable, tmp_path / "b.tar.gz", checkpoints=False)
     run = unpack(tmp_path / "b.tar.gz", tmp_path / "there")
     monkeypatch.chdir(run.path.parent)
@@ -119,7 +119,7 @@ def test_an_altered_bundle_is_refused(
     capsys,
     task,
 ):
-    """Before anything of it is loaded."""
+    """Exit code 2, before anything in the bundle is loaded."""
     pack(portable, tmp_path / "b.tar.gz", checkpoints=False)
     run = unpack(tmp_path / "b.tar.gz", tmp_path / "there")
     weights = run.adapter / "adapter.safetensors"
@@ -145,7 +145,7 @@ def test_an_altered_bundle_is_refused(
     ],
 )
 def test_a_list_that_is_wrong_is_refused(portable, tmp_path, change, said):
-    """Its own format, version and paths are checked first."""
+    """The list's format, version and paths are checked before the files."""
     pack(portable, tmp_path / "b.tar.gz", checkpoints=False)
     run = unpack(tmp_path / "b.tar.gz", tmp_path / "there")
     listing = json.loads(run.bundle.read_text("utf-8"))
@@ -163,7 +163,7 @@ def added_link(run):
 
 
 def linked_file(run):
-    """The same bytes, of a file that is not in the bundle."""
+    """Replace a file by a link to the same bytes outside the bundle."""
     outside = run.path.parent / "outside.json"
     run.plan.rename(outside)
     run.plan.symlink_to(outside)
@@ -181,7 +181,7 @@ def linked_file(run):
     ],
 )
 def test_what_the_list_does_not_have_is_refused(portable, tmp_path, change, said):
-    """What was uploaded to W&B since is no part of it."""
+    """The sync record, written after packing, is not part of the bundle."""
     pack(portable, tmp_path / "b.tar.gz", checkpoints=False)
     run = unpack(tmp_path / "b.tar.gz", tmp_path / "there")
     run.sync.write_text("{}")
@@ -192,7 +192,7 @@ def test_what_the_list_does_not_have_is_refused(portable, tmp_path, change, said
 
 
 def test_a_run_that_was_changed_is_not_packed(copied):
-    """Its adapter is no longer what the manifest says it left."""
+    """The adapter no longer has the digest in the manifest."""
     assert problems(copied) == []
     weights = copied.adapter / "adapter.safetensors"
     weights.write_bytes(weights.read_bytes() + b"x")
@@ -201,7 +201,7 @@ def test_a_run_that_was_changed_is_not_packed(copied):
 
 
 def test_absolute_paths_are_refused_unless_asked_for(finished):
-    """The place and the path are told; allow_absolute_paths packs them all the same."""
+    """Each is reported with its key; allow_absolute_paths packs the run anyway."""
     said = problems(finished)
     assert any("config.yaml: data.path" in one for one in said)
     assert all("absolute path of this machine" in one for one in said)
@@ -209,7 +209,7 @@ def test_absolute_paths_are_refused_unless_asked_for(finished):
 
 
 def test_what_is_an_absolute_path_and_what_is_not(tmp_path):
-    """Roots, drives and homes; no fraction, date, URL, module or template."""
+    """POSIX roots, Windows drives and ~; not a relative path, a URL, a unit or a phrase."""
     texts = {
         "a": "/home/me/rows.jsonl",
         "b": "data.path=/srv/x/rows.jsonl",
@@ -229,7 +229,7 @@ def test_what_is_an_absolute_path_and_what_is_not(tmp_path):
 
 
 def test_a_credential_keeps_a_run_here_and_is_not_repeated(copied):
-    """The message names the file alone."""
+    """The message names the file, but does not repeat the credential."""
     secret = "hf_" + "a1B2" * 9
     copied.model_card.write_text(f"see {secret}", encoding="utf-8")
     (said,) = problems(copied)

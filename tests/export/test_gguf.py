@@ -55,13 +55,13 @@ def tensors(file):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_read_back_gives_the_same_logits(family, source_of, tmp_path):
-    """In F32, by transformers' own reader: names, orientation, and the order of q and k."""
+    """The reader is transformers' own; it shows names, orientation and the order of q and k."""
     from transformers import AutoConfig
 
     source = source_of(family)
     write_gguf(source, tmp_path / "m.gguf", GgufDtype.f32)
     ids = torch.arange(3, 67).reshape(2, 32)
-    if family == "mistral":  # read as what it is written as, and the same within the window
+    if family == "mistral":  # written as Llama, so read as Llama; equal within the window
         config, ids = None, ids[:, :5]
     else:
         config = AutoConfig.from_pretrained(source)
@@ -71,7 +71,7 @@ def test_a_model_read_back_gives_the_same_logits(family, source_of, tmp_path):
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_the_header_alone_makes_the_same_model(family, source_of, tmp_path):
-    """Without config.json: heads, widths, norms and rotary base are in the file."""
+    """Without config.json: heads, widths, norms and the rotary base come from the header."""
     source = source_of(family)
     write_gguf(source, tmp_path / "m.gguf", GgufDtype.f32)
     ids = torch.arange(3, 35)[None]
@@ -82,7 +82,7 @@ def test_the_header_alone_makes_the_same_model(family, source_of, tmp_path):
     ("dtype", "most"), [("f16", 2**-11), ("bf16", 2**-8), ("q8_0", 1 / 254 + 2**-11)]
 )
 def test_matrices_are_rounded_and_vectors_are_not(dtype, most, source_of, tmp_path):
-    """Relative to each value, or for Q8_0 to the largest of its block of 32; norms stay exact."""
+    """Error bounds are relative to each value, for Q8_0 to its block's maximum; norms are exact."""
     source = source_of("llama")
     write_gguf(source, tmp_path / "m.gguf", GgufDtype(dtype))
     found = tensors(tmp_path / "m.gguf")
@@ -98,7 +98,7 @@ def test_matrices_are_rounded_and_vectors_are_not(dtype, most, source_of, tmp_pa
 
 
 def test_a_matrix_that_blocks_do_not_divide_stays_in_f16():
-    """Rows of 48 are no whole number of blocks of 32; rows of 64 are."""
+    """A row of 48 is not a multiple of the block size 32; a row of 64 is."""
     for width, kind in ((48, "F16"), (64, "Q8_0")):
         stored = Stored(
             name="x", key="x", shape=(4, width), form=Form.plain, heads=0, is_small=False
@@ -107,7 +107,7 @@ def test_a_matrix_that_blocks_do_not_divide_stays_in_f16():
 
 
 def test_the_same_directory_gives_the_same_bytes(source_of, tmp_path):
-    """No time, no path, a fixed order."""
+    """The file contains no time and no path, and its order is fixed."""
     for number in ("1", "2"):
         source = copied(source_of("llama"), tmp_path / f"from{number}")
         write_gguf(source, tmp_path / f"{number}.gguf", GgufDtype.f16)
@@ -116,20 +116,20 @@ def test_the_same_directory_gives_the_same_bytes(source_of, tmp_path):
 
 
 def test_a_window_bounds_the_context(source_of, tmp_path):
-    """The Llama graph has no window; up to its length the two are one."""
+    """GGUF's Llama graph has no window; up to the window's length the two models agree."""
     write_gguf(source_of("mistral"), tmp_path / "m.gguf", GgufDtype.f16)
     assert header(tmp_path / "m.gguf")["llama.context_length"] == 5
 
 
 def test_a_tied_head_is_written_once(source_of, tmp_path):
-    """GPT-2's is, tiny Llama's is not."""
+    """GPT-2's head is tied, tiny Llama's is not."""
     for family, has_head in (("gpt2", False), ("llama", True)):
         write_gguf(source_of(family), tmp_path / "m.gguf", GgufDtype.f32)
         assert ("output.weight" in tensors(tmp_path / "m.gguf")) is has_head
 
 
 def test_a_tied_model_with_another_head_is_refused(source_of, tmp_path):
-    """What transformers loads is the head that lies in the file; the same one twice is no harm."""
+    """The library transformers would load the separate head; an identical copy is accepted."""
     source = copied(source_of("llama"), tmp_path / "m")
     changed(source, "config.json", tie_word_embeddings=True)
     with pytest.raises(MensError, match="has a head of its own"):
@@ -142,7 +142,7 @@ def test_a_tied_model_with_another_head_is_refused(source_of, tmp_path):
 
 
 def test_llama_3_scaling_is_written_as_factors(source_of, tmp_path):
-    """By hand: wavelengths under 8192/4 are kept, over 8192/1 divided by 8, between blended."""
+    """By hand: wavelengths below 8192/4 stay, those above 8192 are divided by 8, others blended."""
     source = copied(source_of("llama"), tmp_path / "m")
     rope = {
         "rope_type": "llama3",
@@ -166,7 +166,7 @@ def test_llama_3_scaling_is_written_as_factors(source_of, tmp_path):
 
 
 def test_linear_scaling_is_a_value_of_the_header(source_of, tmp_path):
-    """Positions divided by the factor."""
+    """The header has the type "linear" and the factor; there is no tensor of factors."""
     source = copied(source_of("llama"), tmp_path / "m")
     rope = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
     write_gguf(
@@ -202,7 +202,7 @@ def test_a_model_that_gguf_cannot_say_is_refused(
     source_of,
     tmp_path,
 ):
-    """By name, and nothing is written."""
+    """The message names the reason, and nothing is written."""
     source = changed(copied(source_of(family), tmp_path / "m"), "config.json", **values)
     with pytest.raises(MensError, match=said):
         write_gguf(source, tmp_path / "out" / "m.gguf", GgufDtype.f16)
@@ -218,7 +218,7 @@ def test_a_model_that_gguf_cannot_say_is_refused(
     ],
 )
 def test_a_weight_beyond_the_type_is_refused(value, dtype, said, source_of, tmp_path):
-    """A half-written file is gone, and an earlier one stays."""
+    """The partial file is removed, and an earlier file stays."""
     source = copied(source_of("llama"), tmp_path / "m")
     weights = load_file(source / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"][3, 5] = value
@@ -240,10 +240,10 @@ def test_smollm2_survives(
     monkeypatch,
     is_whole,
 ):
-    """The default model, or part of it: F32 to 1e-4, the others within their rounding."""
+    """The default model or a cut of it: logits to 1e-4 in F32, otherwise a KL within rounding."""
     from transformers import AutoConfig
 
-    # transformers makes this table anew for every tensor, which takes most of its time
+    # transformers builds this table again for every tensor, which takes most of its time
     names = functools.cache(gguf.get_tensor_name_map)
     monkeypatch.setattr(gguf, "get_tensor_name_map", names)
     source = smollm2.directory if is_whole else smollm2_cut

@@ -15,7 +15,7 @@ from mens_exp.export.handoff import BackendFamily, read_handoff
 
 @pytest.fixture
 def model(tiny_base, tmp_path, monkeypatch):
-    """tiny_llama with one merge, which readers ask for, in the working directory."""
+    """tiny_llama in the working directory, with one merge, which GGUF readers require."""
     source = shutil.copytree(tiny_base.directory, tmp_path / "merged")
     path = source / "tokenizer.json"
     core = json.loads(path.read_text("utf-8"))
@@ -29,7 +29,7 @@ def model(tiny_base, tmp_path, monkeypatch):
 
 
 def test_the_command_writes_the_file_a_modelfile_and_the_record(model, tmp_path):
-    """task=export format=gguf path=… out=…; written again, the directory is replaced."""
+    """Exporting a second time replaces the directory with the same bytes."""
     for number in ("1", "2"):
         overrides = ["format=gguf", "path=merged", "out=out", f"hydra.run.dir=run{number}"]
         assert cli.main(["task=export", *overrides]) == 0
@@ -52,7 +52,7 @@ def test_the_command_writes_the_file_a_modelfile_and_the_record(model, tmp_path)
 
 
 def test_without_out_it_lies_in_the_run(model, tmp_path):
-    """In a folder named after the format."""
+    """The directory is named after the format."""
     overrides = ["format=gguf", f"path={model}", "gguf.dtype=q8_0", "hydra.run.dir=run"]
     assert cli.main(["task=export", *overrides]) == 0
     assert (tmp_path / "run" / "gguf" / "model.gguf").is_file()
@@ -86,14 +86,14 @@ def test_a_command_that_asks_for_something_else_is_refused(
     said,
     capsys,
 ):
-    """Before a run is opened."""
+    """Exit code 2 before a run directory is created."""
     assert cli.main(["task=export", *overrides]) == 2
     assert said in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == [model]
 
 
 def test_what_is_neither_a_model_nor_an_adapter_is_refused(tmp_path, monkeypatch, capsys):
-    """Before a run is opened."""
+    """Exit code 2 before a run directory is created."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     assert cli.main(["task=export", "format=gguf", "path=empty"]) == 2
@@ -106,7 +106,7 @@ def test_a_missing_library_is_told_before_a_run_is_opened(
     monkeypatch,
     capsys,
 ):
-    """Exit code 3 and the extra's name."""
+    """Exit code 3, and the message names the extra."""
     import sys
 
     monkeypatch.setitem(sys.modules, "gguf", None)
@@ -119,7 +119,7 @@ def test_a_missing_library_is_told_before_a_run_is_opened(
 def test_a_tokenizer_without_merges_is_refused_before_the_merge(
     finished, base, tmp_path, monkeypatch, capsys
 ):
-    """tiny_llama has one token a byte; where its base is ready, no run is opened either."""
+    """tiny_llama has one token per byte; if its base is cached, no run directory is created."""
 
     def merged(*arguments):
         raise AssertionError("the merge was computed")

@@ -52,7 +52,7 @@ def test_a_byte_level_tokenizer_read_back_gives_the_same_ids(
     source_of,
     tmp_path,
 ):
-    """Two hundred real texts, under the splitting that the header names."""
+    """Two hundred real texts, with the pre-tokenizer that the header names."""
     source = copied(source_of("llama"), tmp_path / "m")
     trained_vocabulary(splitting()).save(str(source / "tokenizer.json"))
     write_gguf(source, tmp_path / "m.gguf", GgufDtype.f16)
@@ -71,7 +71,7 @@ def test_smollms_splitting_has_its_name(
     source_of,
     tmp_path,
 ):
-    """Digits alone, then GPT-2's."""
+    """Its pre-tokenizer splits off single digits, then applies GPT-2's."""
     source = copied(source_of("llama"), tmp_path / "m")
     digits = pre_tokenizers.Digits(individual_digits=True)
     level = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -87,7 +87,7 @@ def with_bytes(vocab, merges):
 
 
 def sentencepiece_like(target, *, change=None):
-    """Merge four words' letters as SentencePiece exports do: pairs in the order of one score."""
+    """Write a BPE as SentencePiece exports it: merges in the order of the merged tokens' scores."""
     from tokenizers import AddedToken, decoders
 
     letters = ["\u2581", *"abcdefghijklmnopqrstuvwxyz"]
@@ -118,7 +118,7 @@ def sentencepiece_like(target, *, change=None):
 
 
 def test_a_sentencepiece_like_tokenizer_read_back_gives_the_same_ids(same_ids, source_of, tmp_path):
-    """Scores take the place of merges; bytes stand in for what the vocabulary lacks."""
+    """Scores replace merges; characters outside the vocabulary become byte tokens."""
     source = copied(source_of("llama"), tmp_path / "m")
     sentencepiece_like(source)
     write_gguf(source, tmp_path / "m.gguf", GgufDtype.f16)
@@ -126,7 +126,7 @@ def test_a_sentencepiece_like_tokenizer_read_back_gives_the_same_ids(same_ids, s
     assert values["tokenizer.ggml.model"] == "llama"
     assert values["tokenizer.ggml.token_type"][:5] == [2, 3, 3, 6, 6]
     assert "tokenizer.ggml.merges" not in values
-    # The reader in transformers adds no space to a text that has one; llama.cpp does, as here.
+    # transformers' reader adds no space before a text that has one; llama.cpp does, as here.
     same_ids(source, tmp_path / "m.gguf", strip=True)
 
 
@@ -148,7 +148,7 @@ def test_the_header_says_whether_a_space_stands_before_a_text(
     source_of,
     tmp_path,
 ):
-    """Two ways to say that none does."""
+    """Two different normalizers add no space."""
     source = copied(source_of("llama"), tmp_path / "m")
     sentencepiece_like(source, change=change)
     write_gguf(source, tmp_path / "m.gguf", GgufDtype.f16)
@@ -172,7 +172,7 @@ def lowercased(tokenizer):
 def out_of_order(tokenizer):
     model = json.loads(tokenizer.to_str())["model"]
     merges = [tuple(pair) for pair in model["merges"]]
-    merges.append(merges.pop(merges.index(("\u2581", "the"))))  # its other split stays
+    merges.append(merges.pop(merges.index(("\u2581", "the"))))  # the other split stays
     tokenizer.model = with_bytes(model["vocab"], merges)
 
 
@@ -198,7 +198,7 @@ def test_a_sentencepiece_like_tokenizer_that_scores_cannot_say_is_refused(
     source_of,
     tmp_path,
 ):
-    """It would split text differently in every reader."""
+    """Readers would tokenize text differently."""
     source = copied(source_of("llama"), tmp_path / "m")
     sentencepiece_like(source, change=change)
     with pytest.raises(MensError, match=said):
@@ -253,7 +253,7 @@ def test_a_byte_level_tokenizer_without_a_name_is_refused(
     source_of,
     tmp_path,
 ):
-    """Readers know splittings by name; another would be guessed at."""
+    """GGUF readers know pre-tokenizers by name and would guess at any other."""
     source = copied(source_of("llama"), tmp_path / "m")
     tokenizer = trained_vocabulary(pre_tokenizers.ByteLevel(add_prefix_space=False))
     change(tokenizer)
@@ -263,7 +263,7 @@ def test_a_byte_level_tokenizer_without_a_name_is_refused(
 
 
 def test_special_tokens_and_template_are_those_of_the_directory(source_of, tmp_path):
-    """A tokenizer that adds a begin of sequence says so; without a template there is none."""
+    """Whether BOS is added is recorded; without a chat template the header has none."""
     from tokenizers import processors
 
     source = copied(source_of("llama"), tmp_path / "m")

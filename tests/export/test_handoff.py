@@ -32,13 +32,13 @@ def record(**changes):
 
 
 def test_the_record_is_the_committed_one(tmp_path):
-    """The same bytes, and read back the same values."""
+    """The writer gives the golden bytes, and the reader returns the same values."""
     write_handoff(record(), tmp_path)
     assert (tmp_path / HANDOFF_FILE).read_bytes() == GOLDEN.read_bytes()
     assert read_handoff(GOLDEN) == read_handoff(tmp_path) == record()
 
 
-# The source system's record, as its documents list it; a question mark there is optional.
+# The source system's record as documented there; keys with a question mark are optional.
 THEIRS = {
     "schema": "vox_external_serving_handoff_v1",
     "schema_version": 1,
@@ -57,25 +57,25 @@ FAMILIES = ["vllm", "ollama", "hf-transformers", "openai-compatible", "other"]
 
 
 def test_the_record_is_the_source_s_key_for_key(tmp_path):
-    """Its file's name, its schema's, every key and every family of programs."""
+    """File name, schema, every key and every backend family match."""
     write_handoff(record(), tmp_path)
     (file,) = tmp_path.iterdir()
     assert file.name == "external_serving_handoff_v1.json"
     assert json.loads(file.read_text("utf-8")) == THEIRS | OPTIONAL
     assert [str(family) for family in BackendFamily] == FAMILIES
-    file.write_text(json.dumps(THEIRS | dict.fromkeys(OPTIONAL)))  # its schema lets them be null
+    file.write_text(json.dumps(THEIRS | dict.fromkeys(OPTIONAL)))  # the schema allows null
     assert read_handoff(tmp_path) == record(**dict.fromkeys(OPTIONAL))
 
 
 def test_a_record_of_an_earlier_export_is_read_under_today_s_name(tmp_path):
-    """The name lacked its prefix and version; everything else was the same."""
+    """Only the schema's name differs: it has no prefix and no version."""
     older = THEIRS | OPTIONAL | {"schema": "external_serving_handoff"}
     (tmp_path / HANDOFF_FILE).write_text(json.dumps(older))
     assert read_handoff(tmp_path) == record()
 
 
 def test_what_is_unknown_is_left_out(tmp_path):
-    """Three keys are optional, and absent rather than null."""
+    """Three optional keys are absent rather than null."""
     bare = record(adapter_path=None, openai_base_url=None, notes=None)
     write_handoff(bare, tmp_path)
     written = json.loads((tmp_path / HANDOFF_FILE).read_text("utf-8"))
@@ -99,7 +99,7 @@ def test_what_is_unknown_is_left_out(tmp_path):
     ],
 )
 def test_a_record_that_is_wrong_is_refused(tmp_path, changes, said):
-    """Its schema and version first, then every key."""
+    """Schema and version are checked first, then every key."""
     values = json.loads(GOLDEN.read_text("utf-8")) | changes
     (tmp_path / HANDOFF_FILE).write_text(json.dumps(values), encoding="utf-8")
     with pytest.raises(MensError, match=said):
@@ -107,7 +107,7 @@ def test_a_record_that_is_wrong_is_refused(tmp_path, changes, said):
 
 
 def test_a_missing_key_is_named(tmp_path):
-    """As is a file that is none, or no object."""
+    """A file that is not JSON, not an object or not there is named too."""
     values = json.loads(GOLDEN.read_text("utf-8"))
     del values["prompt_format"]
     for text, said in (
@@ -123,7 +123,7 @@ def test_a_missing_key_is_named(tmp_path):
 
 
 def test_a_record_that_could_not_be_read_is_not_written(tmp_path):
-    """The writer holds to the reader's rules."""
+    """The writer applies the reader's checks."""
     with pytest.raises(MensError, match="points outside the export"):
         write_handoff(record(artifact_dir="/srv"), tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -25,7 +25,7 @@ def _token(hub, stand_in, monkeypatch):
 
 @pytest.mark.usefixtures("_token")
 def test_one_commit_holds_adapter_card_and_records(hub, stand_in, asked, here, finished):
-    """Byte for byte; the repository is private, and the commit is on record."""
+    """The bytes match, the repository is private, and the manifest records the commit."""
     assert cli.main(asked) == 0
     (commit,) = hub.commits
     assert hub.repos == {"me/adapter": {"private": True}}
@@ -49,7 +49,7 @@ def test_one_commit_holds_adapter_card_and_records(hub, stand_in, asked, here, f
 
 @pytest.mark.usefixtures("_token")
 def test_what_was_pushed_is_what_peft_loads(hub, asked, here, tiny_base, finished):
-    """The repository's root is a PEFT directory with the trained matrices."""
+    """The repository's root is a PEFT directory that loads the trained matrices."""
     from peft import PeftModel
     from safetensors.numpy import load_file
     from transformers import AutoModelForCausalLM
@@ -73,7 +73,7 @@ def test_what_was_pushed_is_what_peft_loads(hub, asked, here, tiny_base, finishe
 
 @pytest.mark.usefixtures("_token")
 def test_the_token_is_written_nowhere(hub, stand_in, asked, here):
-    """Neither into the run's record nor into what is uploaded."""
+    """It is in no file of the run and in nothing that is uploaded."""
     assert cli.main(asked) == 0
     token = stand_in.TOKEN.encode()
     assert not [p for p in here.rglob("*") if p.is_file() and token in p.read_bytes()]
@@ -81,7 +81,7 @@ def test_the_token_is_written_nowhere(hub, stand_in, asked, here):
 
 
 def test_without_a_token_the_login_command_is_named(hub, asked, here, capsys):
-    """The environment's fault, told before a directory is made or a request sent."""
+    """Exit code 3, before a directory is created or a request is sent."""
     assert cli.main(asked) == 3
     assert "hf auth login" in capsys.readouterr().err
     assert hub.requests == []
@@ -89,7 +89,7 @@ def test_without_a_token_the_login_command_is_named(hub, asked, here, capsys):
 
 
 def test_a_token_that_is_not_known_names_the_login_command(hub, asked, here, monkeypatch, capsys):
-    """The run is on record as failed."""
+    """The manifest records the run as failed."""
     monkeypatch.setenv("HF_TOKEN", "hf_" + "x" * 34)
     assert cli.main(asked) == 3
     assert "hf auth login" in capsys.readouterr().err
@@ -99,7 +99,7 @@ def test_a_token_that_is_not_known_names_the_login_command(hub, asked, here, mon
 
 @pytest.mark.usefixtures("_token", "here")
 def test_a_public_repository_is_not_written_unless_asked(hub, asked, capsys):
-    """Private by default holds for repositories that are there already, too."""
+    """An existing public repository is also written only with push.private=false."""
     hub.repos["me/adapter"] = {"private": False}
     assert cli.main(asked) == 2
     assert "push.private=false" in capsys.readouterr().err
@@ -111,14 +111,14 @@ def test_a_public_repository_is_not_written_unless_asked(hub, asked, capsys):
 
 @pytest.mark.usefixtures("_token", "here")
 def test_a_new_repository_is_public_when_asked(hub, asked):
-    """push.private=false."""
+    """push.private=false makes it public."""
     assert cli.main([*asked, "push.private=false"]) == 0
     assert hub.repos == {"me/adapter": {"private": False}}
 
 
 @pytest.mark.usefixtures("_token", "here")
 def test_a_hub_that_does_not_answer_is_the_environments_fault(asked, monkeypatch, capsys):
-    """Nothing listens at that port."""
+    """No server listens on that port."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
@@ -129,7 +129,7 @@ def test_a_hub_that_does_not_answer_is_the_environments_fault(asked, monkeypatch
 @pytest.mark.usefixtures("_token", "here")
 @pytest.mark.parametrize("repo", ["adapter", "me/", "https://host/me/adapter", "me/a/b"])
 def test_a_repository_is_a_user_and_a_name(hub, asked, repo, capsys):
-    """Anything else is refused before the hub is asked."""
+    """Any other name is refused before a request is sent."""
     assert cli.main([*asked, f"repo={repo}"]) == 2
     assert "<user>/<name>" in capsys.readouterr().err
     assert hub.requests == []

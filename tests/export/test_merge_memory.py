@@ -1,4 +1,4 @@
-"""What a merge holds, whatever the size of the model."""
+"""Memory that a merge needs does not grow with the model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import fork_server
 import pytest
 
-# Eight projections of 67 MB in bf16, 537 MB in one shard; zeros that no disk block holds.
+# Eight projections of 67 MB in bf16, 537 MB in one shard; a sparse file of zeros.
 TENSOR = 4096 * 8192 * 2
 
 
@@ -56,7 +56,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 
 @pytest.mark.parametrize("base", ["original", "dequantized"])
 def test_a_merge_holds_a_tensor_and_no_shard(tmp_path, base):
-    """Under the largest tensor times four, where the bound allows 600 MB more."""
+    """Less than four times the largest tensor, where the documented bound allows 600 MB more."""
     shard, out = tmp_path / "a.safetensors", tmp_path / "o.safetensors"
     write_shard(shard)
     command = [sys.executable, "-c", MERGE, shard, out, base]

@@ -30,21 +30,21 @@ def exported(directory, **changes):
 
 
 def test_a_complete_directory_is_itself(tiny_base, tmp_path):
-    """With or without a hand-off record in it."""
+    """Its hand-off record, if any, makes no difference."""
     assert model_directory(str(tiny_base.directory)) == tiny_base.directory
     copy = Path(shutil.copytree(tiny_base.directory, tmp_path / "m"))
     assert model_directory(str(exported(copy))) == copy
 
 
 def test_an_export_names_its_model(tiny_base, tmp_path):
-    """The record's artifact_dir, below the export."""
+    """The record's artifact_dir is relative to the export."""
     export = exported(tmp_path / "export", artifact_dir="model")
     shutil.copytree(tiny_base.directory, export / "model")
     assert model_directory(str(export)) == export / "model"
 
 
 def test_an_adapter_is_sent_to_the_merge(finished):
-    """A run with one, its adapter directory, and the PEFT directory in it."""
+    """A run with an adapter, its adapter directory and its PEFT directory are all refused."""
     for path in (finished.path, finished.adapter, finished.peft):
         with pytest.raises(MensError, match="is an adapter, not a complete model") as refused:
             model_directory(str(path))
@@ -52,7 +52,7 @@ def test_an_adapter_is_sent_to_the_merge(finished):
 
 
 def test_the_weights_of_a_full_run_are_its_model(tiny_base, tmp_path):
-    """A run that trained every weight has them as a directory."""
+    """A run that trained every weight stores them in weights/."""
     run = tmp_path / "run"
     shutil.copytree(tiny_base.directory, run / "weights")
     (run / "manifest.json").write_text("{}", encoding="utf-8")
@@ -71,7 +71,7 @@ def test_the_weights_of_a_full_run_are_its_model(tiny_base, tmp_path):
     ],
 )
 def test_what_is_no_model_is_refused(tmp_path, files, said):
-    """With what is missing, or with the program that reads it."""
+    """The message names what is missing, or the program that reads such a file."""
     for name, text in files.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     with pytest.raises(MensError, match=said):
@@ -79,13 +79,13 @@ def test_what_is_no_model_is_refused(tmp_path, files, said):
 
 
 def test_a_path_that_is_not_there_is_named(tmp_path):
-    """As one that does not exist."""
+    """The message says that the path does not exist."""
     with pytest.raises(MensError, match="which does not exist"):
         model_directory(str(tmp_path / "absent"))
 
 
 def test_weights_that_config_json_denies_are_refused(tiny_base, tmp_path):
-    """Loading would fill a missing layer at random."""
+    """Loading would initialize a missing layer at random."""
     copy = shutil.copytree(tiny_base.directory, tmp_path / "m")
     config = json.loads((copy / "config.json").read_text("utf-8"))
     config["num_hidden_layers"] += 1
@@ -95,7 +95,7 @@ def test_weights_that_config_json_denies_are_refused(tiny_base, tmp_path):
 
 
 def test_only_an_export_is_written_over(tmp_path):
-    """A new directory, an empty one and an earlier export may be written; nothing else."""
+    """The target may be new, empty or an earlier export."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x", encoding="utf-8")

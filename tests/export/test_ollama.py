@@ -9,7 +9,7 @@ from mens_exp.export.gguf import default_system, is_chatml, modelfile
 from mens_exp.tokenizer.implementations import HfTokenizer
 from mens_exp.tokenizer.templates import CHATML
 
-# What SmolLM2's own does: a default system turn, and a newline behind every end marker.
+# Like SmolLM2's template: a default system turn, and a newline after every end marker.
 SMOLLM = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
     "{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% endif %}"
@@ -24,7 +24,7 @@ QUOTED = SMOLLM.replace("Be kind.", 'Be """kind""".')
 
 @pytest.fixture
 def tokenizer_with(tiny_base, tmp_path):
-    """The byte tokenizer under a chat template."""
+    """A byte-level tokenizer with a chat template."""
     import shutil
 
     def made(template):
@@ -38,7 +38,7 @@ def tokenizer_with(tiny_base, tmp_path):
 
 
 def go(template, turns):
-    """Do what Go does with a range over messages and two fields of each; nothing else is in it."""
+    """Expand the only Go syntax in use: a range over messages and two fields of each."""
     found = re.fullmatch(
         r"\{\{- range \.Messages \}\}(.*)\{\{ end \}\}([^{]*)", template, re.DOTALL
     )
@@ -70,7 +70,7 @@ def test_chatml_is_the_same_text_in_go(tokenizer_with, template, system):
 
 @pytest.mark.parametrize("template", [TRIMMED, NO_SYSTEM, BEFORE, QUOTED, "{{ messages }}"])
 def test_a_template_that_is_not_chatml_is_left_out_and_said(tokenizer_with, template):
-    """Contents trimmed, a role refused, a text before, what cannot be quoted, another format."""
+    """Trimmed content, a refused role, a text in front, an unquotable text, another format."""
     tokenizer = tokenizer_with(template)
     text = modelfile(tokenizer, base=".")
     assert not is_chatml(tokenizer)
@@ -79,7 +79,7 @@ def test_a_template_that_is_not_chatml_is_left_out_and_said(tokenizer_with, temp
 
 
 def test_the_three_forms_are_these_bytes(tokenizer_with):
-    """A directory, a GGUF file, and a base with an adapter."""
+    """The forms are a directory, a GGUF file, and a base with an adapter."""
     tokenizer = tokenizer_with(None)
     assert default_system(tokenizer) == ""
     rest = (
@@ -97,6 +97,6 @@ def test_the_three_forms_are_these_bytes(tokenizer_with):
 def test_a_name_with_a_line_break_is_refused(
     tokenizer_with,
 ):
-    """It would be another instruction."""
+    """It could inject another Modelfile instruction."""
     with pytest.raises(RequestError, match="no line break"):
         modelfile(tokenizer_with(None), base=".\nADAPTER x")

@@ -1,4 +1,4 @@
-"""Two graphs on the same text: nothing between equal ones, and every planted fault found."""
+"""Comparing two graphs on the same text: equal graphs have distance zero, planted faults show."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def against(tmp_path, backend, forward, budget=STRICT):
 
 
 def test_a_graph_is_no_distance_from_itself(tmp_path, tiny_backend, tiny_config):
-    """Zero throughout, over every token but the first of each document."""
+    """Every figure is zero, over all tokens but the first of each document."""
     backend, _, _ = trained(tiny_backend, tiny_config, F32)
     found = against(tmp_path, backend, backend.trace)
     assert found["tokens"] == sum(len(ids) - 1 for ids in DOCUMENTS) == 15
@@ -49,7 +49,7 @@ def test_a_graph_is_no_distance_from_itself(tmp_path, tiny_backend, tiny_config)
 
 
 def test_figures_are_those_worked_out_by_hand(tmp_path):
-    """Two entries: logits log 3 and 0 against equal ones; states off by a tenth in one layer."""
+    """Logits (log 3, 0) against equal ones; hidden states 10% apart in one layer."""
     even, odd = torch.zeros(3, 2), torch.tensor([[np.log(3.0), 0.0]] * 3).float()
     state = torch.ones(3, 4)
 
@@ -100,7 +100,7 @@ def test_the_dequantized_base_and_the_deltas_are_the_trained_model(
     tiny_config,
     overrides,
 ):
-    """Computed in f32, what was trained and its dense form differ by rounding alone."""
+    """In float32, the trained model and its merged form differ only by rounding."""
     backend, config, base = trained(tiny_backend, tiny_config, F32, *overrides)
     with parity.merged(backend, config, base, into="dequantized") as forward:
         found = against(tmp_path, backend, forward)
@@ -112,7 +112,7 @@ def test_the_dequantized_base_and_the_deltas_are_the_trained_model(
 def test_the_published_base_under_the_same_deltas_is_another_model(
     tmp_path, tiny_backend, tiny_config
 ):
-    """The quantization error that the adapter was trained around shows at once."""
+    """Merging into the original weights omits the quantization error that training compensated."""
     backend, config, base = trained(tiny_backend, tiny_config, F32)
     with parity.merged(backend, config, base, into="original") as forward:
         found = against(tmp_path, backend, forward)
@@ -123,7 +123,7 @@ def test_the_published_base_under_the_same_deltas_is_another_model(
 def test_the_proxy_stack_is_traced_layer_by_layer(
     tiny_backend,
 ):
-    """The states are those that head and loss are computed from, the middle ones between."""
+    """The trace contains the embedding, the middle layers and the head's input."""
     backend = tiny_backend("backend=proxy", F32, live=True)
     found = backend.trace([5, 9, 200])
     backend.eval()
@@ -135,7 +135,7 @@ def test_the_proxy_stack_is_traced_layer_by_layer(
 
 
 def test_a_directory_is_opened_as_it_is_stored(tmp_path, tiny_backend, tiny_base):
-    """The base's own directory is the graph with its adapter off and nothing quantized."""
+    """The base's own directory equals the backend with its adapter off and nothing quantized."""
     backend = tiny_backend("backend=lora", F32)
     with parity.from_directory(tiny_base.directory) as forward:
         found = against(tmp_path, backend, forward)
@@ -143,7 +143,7 @@ def test_a_directory_is_opened_as_it_is_stored(tmp_path, tiny_backend, tiny_base
 
 
 def test_a_model_that_does_not_fit_is_read_layer_by_layer(tmp_path, tiny_base):
-    """With room for a fraction of its weights the figures stay the same."""
+    """The figures are the same with memory for a third of the weights."""
     with parity.from_directory(tiny_base.directory) as forward:
         (tmp_path / "reference").mkdir()
         reference = record_reference(forward, PROBE, tmp_path / "reference")
@@ -156,7 +156,7 @@ def test_a_model_that_does_not_fit_is_read_layer_by_layer(tmp_path, tiny_base):
 def test_a_merge_quantized_again_is_compared_under_the_same_quantizer(
     tmp_path, tiny_backend, tiny_config
 ):
-    """The untouched base, quantized again as the run has it, is the run's base."""
+    """The unchanged base, quantized with the run's settings, is the run's base."""
     backend, config, base = trained(tiny_backend, tiny_config, F32, "quant.block_size=128")
     with backend.base_only(), parity.quantized_from(base.directory, config, base) as forward:
         found = against(tmp_path, backend, forward)
@@ -164,7 +164,7 @@ def test_a_merge_quantized_again_is_compared_under_the_same_quantizer(
 
 
 def test_a_number_that_is_not_finite_is_an_error(tmp_path):
-    """A broken graph is told, not averaged over."""
+    """NaN raises an error instead of entering an average."""
 
     def broken(ids):
         state = torch.full((len(ids), 2), float("nan"))
@@ -180,14 +180,14 @@ def test_a_number_that_is_not_finite_is_an_error(tmp_path):
 
 
 class Letters:
-    """A tokenizer of one id a character."""
+    """A tokenizer with one id per character."""
 
     def encode_all(self, texts):
         return [[ord(letter) for letter in text] for text in texts]
 
 
 def test_a_file_of_text_is_cut_into_documents(tmp_path):
-    """Ten characters in pieces of four; a last piece of fewer than two would say nothing."""
+    """Ten characters in pieces of four; a last piece of one character would be dropped."""
     path = tmp_path / "text.txt"
     path.write_text("abcdefghij")
     letters = Letters()
@@ -209,7 +209,7 @@ def test_a_text_that_cannot_serve_is_refused(tmp_path, content):
 
 
 def test_rows_that_are_held_out_come_first_and_others_fill_up(cache, tiny_base, tiny_config):
-    """Whole rows, until there are tokens enough; the record says from where."""
+    """Whole rows are taken until there are enough tokens, and the source is recorded."""
     from mens_exp.tokenizer.load import load_tokenizer
 
     config = tiny_config()
@@ -258,7 +258,7 @@ def certificate(**changes):
 
 
 def test_a_certificate_reads_back_as_it_was_written(tmp_path):
-    """Every field, strictly typed."""
+    """Every field keeps its value and type."""
     certificate().write(tmp_path / "parity.json")
     assert Certificate.read(tmp_path / "parity.json") == certificate()
 
@@ -275,7 +275,7 @@ def test_a_certificate_reads_back_as_it_was_written(tmp_path):
     ],
 )
 def test_a_certificate_that_contradicts_itself_is_refused(tmp_path, field, value, match):
-    """An edited verdict does not survive reading."""
+    """An edited verdict is detected."""
     path = tmp_path / "parity.json"
     certificate().write(path)
     path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))

@@ -22,7 +22,7 @@ TOKEN = "correct-horse-battery-staple"
 
 
 def said_here(directory, new_tokens):
-    """Generate greedily in this process, in f32."""
+    """Generate greedily in this process, in float32."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -53,9 +53,9 @@ def command(*overrides):
 
 
 def test_the_server_says_what_greedy_generation_says(tiny_base, tmp_path):
-    """From the command, over loopback; SIGTERM ends it and its process, with exit code 0.
+    """The server's text equals greedy generation; SIGTERM stops it with exit code 0.
 
-    The token that it asks for is in none of its files and in nothing that it prints.
+    The server requires a token, which is in none of its files and in none of its output.
     """
     directory = tiny_base.directory
     process = subprocess.Popen(
@@ -93,14 +93,14 @@ def test_the_server_says_what_greedy_generation_says(tiny_base, tmp_path):
 
 
 def test_a_server_that_dies_is_an_error(tiny_base):
-    """Killed from outside it is told; the block's own end kills it too."""
+    """A server that another process kills has ended within the block, with SIGKILL's exit code."""
     with serving.serving(tiny_base.directory, host="127.0.0.1", port=0) as server:
         os.killpg(server.process.pid, signal.SIGKILL)
         assert server.process.wait(30) == -signal.SIGKILL
 
 
 def test_a_server_that_cannot_start_is_an_error(tiny_base, monkeypatch):
-    """Its exit code is told."""
+    """The message has its exit code."""
     monkeypatch.setattr(serving, "_ENTRY", "raise SystemExit(7)")
     with (
         pytest.raises(SetupError, match=r"ended before it answered .* exit code 7"),
@@ -110,7 +110,7 @@ def test_a_server_that_cannot_start_is_an_error(tiny_base, monkeypatch):
 
 
 def test_nothing_outlives_the_block(tiny_base, monkeypatch):
-    """A server that does not listen to SIGTERM is killed, with what it started."""
+    """A server that ignores SIGTERM is killed together with its child process."""
     stubborn = (
         "import signal, subprocess, sys; from http.server import *\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -133,7 +133,7 @@ def test_nothing_outlives_the_block(tiny_base, monkeypatch):
 
 @pytest.mark.parametrize("name", ["a@b", "a:b.gguf"])
 def test_a_name_that_means_something_else_is_refused(tmp_path, name):
-    """The server would look for a revision, or for a file."""
+    """The server would read the name as a revision or a file."""
     (tmp_path / name).mkdir()
     with (
         pytest.raises(RequestError, match="as a revision or a file"),
@@ -143,7 +143,7 @@ def test_a_name_that_means_something_else_is_refused(tmp_path, name):
 
 
 def test_a_port_that_is_taken_is_told_before_anything_loads():
-    """And so is an address of another machine; a free port is no problem."""
+    """An address of another machine is reported too; a free port is accepted."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -157,7 +157,7 @@ def test_a_port_that_is_taken_is_told_before_anything_loads():
 
 
 def test_missing_packages_are_named_with_the_extra(monkeypatch):
-    """Exit code 3, and what to install."""
+    """The problem is a `MissingExtra`, and says what to install."""
     assert serving.missing_packages() == []
     monkeypatch.setattr(serving, "_NEEDED", ("fastapi", "no_such_package"))
     (problem,) = serving.missing_packages()
@@ -170,7 +170,7 @@ def test_missing_packages_are_named_with_the_extra(monkeypatch):
     ("is_chat", "path", "key"), [(True, "chat/", "messages"), (False, "", "prompt")]
 )
 def test_the_curl_line_asks_what_the_model_answers(is_chat, path, key):
-    """A model without a chat template goes on with a text."""
+    """The line uses the chat route only if the model has a chat template."""
     server = serving.Server(
         url="http://127.0.0.1:1/v1",
         model="it's",
@@ -190,7 +190,7 @@ def test_an_adapter_is_refused_by_the_command(
     tmp_path,
     monkeypatch,
 ):
-    """Before a run is opened."""
+    """Exit code 2 before a run directory is created."""
     from mens_exp import cli
 
     monkeypatch.chdir(tmp_path)

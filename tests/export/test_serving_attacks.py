@@ -1,7 +1,7 @@
-"""Clients that mean ill, or know no better, over real sockets against a tiny model.
+"""Malicious or careless clients, over real sockets, against a tiny model.
 
-Each gets a JSON error in OpenAI's form with the right status, or is cut off; afterwards the next
-good client gets its answer.
+Each gets a JSON error in OpenAI's format with the right status, or is disconnected. Afterwards,
+the next client with a good request gets its answer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HELLO = [{"role": "user", "content": "Hello"}]
 
 @pytest.fixture(scope="module")
 def directory(tiny_base, tmp_path_factory):
-    """A model with a chat template."""
+    """A model directory with a chat template."""
     place = tmp_path_factory.mktemp("served") / "tiny"
     shutil.copytree(tiny_base.directory, place)
     (place / "chat_template.jinja").write_text(TEMPLATE)
@@ -42,7 +42,7 @@ def directory(tiny_base, tmp_path_factory):
 
 @contextlib.contextmanager
 def quick(**changed):
-    """A server that waits for slow clients for a second, not for half a minute."""
+    """Set the time limits for slow clients to a second instead of half a minute."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"header_s": 1, "body_s": 1, "write_s": 2, **changed}.items():
             patch.setenv(f"MENS_EXP_SERVE_LIMIT_{name.upper()}", str(value))
@@ -57,7 +57,7 @@ def server(directory):
 
 @pytest.fixture(autouse=True)
 def _next_client_is_answered(request):
-    """Whatever a test did to the server."""
+    """Check after each test that the server still answers."""
     yield
     if "server" in request.fixturenames:
         status, body = asked(request.getfixturevalue("server"), TEXT, good(prompt="Hello"))
@@ -69,7 +69,7 @@ def port_of(server):
 
 
 def connected(server):
-    # Far longer than any answer takes on a busy machine: the server's limits are what is tested.
+    # Far longer than any answer takes on a busy machine: the tests are about the server's limits.
     return socket.create_connection(("127.0.0.1", port_of(server)), timeout=300)
 
 
@@ -84,7 +84,7 @@ def posted(path, body, *lines, host="127.0.0.1"):
 
 
 def answer(one):
-    """Read one response: its status, headers and body."""
+    """Read one response and return its status, headers and body."""
     file = one.makefile("rb")
     status = int(file.readline().split()[1])
     headers = {}
@@ -101,7 +101,7 @@ def answer(one):
 
 
 def sent(server, data):
-    """Send bytes as they are; return the status and the JSON of the answer."""
+    """Send raw bytes; return the status and the JSON of the response."""
     with connected(server) as one:
         one.sendall(data)
         status, _, body = answer(one)
@@ -119,16 +119,16 @@ def good(**fields):
 
 
 def first_tokens(server, count, **fields):
-    """Ask for one token with each of some seeds."""
+    """Request one token for each of `count` seeds."""
     usual = {"model": "tiny", "max_tokens": 1, "prompt": "Hello"}
     bodies = [{**usual, **fields, "seed": seed} for seed in range(count)]
     return [asked(server, TEXT, body)[1]["choices"][0]["text"] for body in bodies]
 
 
 def test_tokens_are_drawn_from_the_whole_vocabulary(server, directory):
-    """As often as the model's own distribution says; transformers serve would take the likeliest.
+    """Sampling follows the model's distribution; transformers serve would default to top_k=50.
 
-    The random model's distribution is nearly flat, so the default ``top_k`` of 50 would show.
+    The random model's distribution is nearly flat, so truncation to 50 tokens would show.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -145,7 +145,7 @@ def test_tokens_are_drawn_from_the_whole_vocabulary(server, directory):
     beyond = sum(text not in likeliest for text in drawn) / len(drawn)
     assert expected > 0.3
     assert beyond == pytest.approx(expected, abs=4 * (0.25 / len(drawn)) ** 0.5)
-    assert first_tokens(server, 20, temperature=1) == drawn[:20]  # by their seeds
+    assert first_tokens(server, 20, temperature=1) == drawn[:20]  # equal seeds, equal tokens
     for least in (0, 1e-300):
         assert set(first_tokens(server, 3, temperature=least)) == {texts[int(logits.argmax())]}
     assert len(set(first_tokens(server, 30, top_p=0.99))) > 10
@@ -153,7 +153,7 @@ def test_tokens_are_drawn_from_the_whole_vocabulary(server, directory):
 
 @pytest.mark.parametrize("penalties", [{"frequency_penalty": 0.1}, {"presence_penalty": 1.5}])
 def test_penalties_are_those_of_openai(server, directory, penalties):
-    """Against transformers' own forward, with the subtraction of OpenAI's documentation."""
+    """The oracle: transformers' forward pass, with the formula of OpenAI's documentation."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -178,7 +178,7 @@ def test_penalties_are_those_of_openai(server, directory, penalties):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_text_ends_the_answer_and_is_no_part_of_it(server, stream):
-    """As in OpenAI's interface."""
+    """The text before the stop sequence is returned, as in OpenAI's API."""
     drawing = {"prompt": "Hello", "max_tokens": 30, "temperature": 1.5, "seed": 3}
     whole = asked(server, TEXT, drawing)[1]["choices"][0]["text"]
     stop = next(two for two in map("".join, pairwise(whole[9:])) if two.isascii())
@@ -198,7 +198,7 @@ def test_a_stop_text_ends_the_answer_and_is_no_part_of_it(server, stream):
 
 
 def test_a_special_token_that_is_a_stop_ends_the_answer():
-    """Clients name the markers of a chat template, which are no part of the decoded text."""
+    """Clients use chat-template markers as stops, which decoding removes from the text."""
     import torch
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -212,7 +212,7 @@ def test_a_special_token_that_is_a_stop_ends_the_answer():
 
 
 def test_a_stop_text_is_found_wherever_pieces_meet():
-    """All ways to cut a text into three pieces; nothing is lost, and nothing comes too late."""
+    """For every split of a text into three pieces, no text is lost and none is sent too late."""
     from mens_exp.export import serving_app
 
     async def joined(pieces, stops):
@@ -239,7 +239,7 @@ def test_a_stop_text_is_found_wherever_pieces_meet():
 
 
 def error_of(body):
-    """Return the message of an error in OpenAI's form."""
+    """Return the message of an error in OpenAI's format."""
     assert set(body) == {"error"}
     assert set(body["error"]) == {"message", "type", "param", "code"}
     assert "Traceback" not in body["error"]["message"]
@@ -270,13 +270,13 @@ MALFORMED = {
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 @pytest.mark.parametrize("name", MALFORMED)
 def test_body_that_is_no_request_is_400(server, name, path):
-    """With what is wrong with it."""
+    """The body of the response is an error in OpenAI's format."""
     status, body = asked(server, path, MALFORMED[name])
     assert status == 400, body
     assert error_of(body)
 
 
-# Every value of a field that no server could honour.
+# Values of each field that no server could honour.
 WRONG = {
     "prompt": [None, "", 1, [], ["a", "b"], {}, True, [1, 2]],
     "messages": [
@@ -325,7 +325,7 @@ OF_CHAT = {
 
 @pytest.mark.parametrize("field", [*WRONG, *OF_CHAT])
 def test_field_of_a_wrong_value_is_400(server, field):
-    """The error names the field."""
+    """The error's `param` names the field."""
     paths = {"prompt": [TEXT], "messages": [CHAT]}.get(field, [CHAT, TEXT])
     for path in [CHAT] if field in OF_CHAT else paths:
         usual = {"messages": HELLO} if path == CHAT else {"prompt": "Hello"}
@@ -382,7 +382,7 @@ RIGHT = {
 
 @pytest.mark.parametrize("path", RIGHT)
 def test_good_requests_are_answered(server, path):
-    """Also those whose fields say nothing."""
+    """Fields with a null or default value are accepted too."""
     for fields in RIGHT[path]:
         status, body = asked(server, path, good(**fields))
         assert status == 200, (fields, body)
@@ -390,7 +390,7 @@ def test_good_requests_are_answered(server, path):
 
 
 def test_models_are_listed(server):
-    """The one that is served; asked for by its name too."""
+    """The list has the served model, which can also be requested by name."""
     status, body = asked(server, "/v1/models", None, method="GET")
     assert status == 200
     assert [one["id"] for one in body["data"]] == ["tiny"]
@@ -400,7 +400,7 @@ def test_models_are_listed(server):
 
 
 def test_another_model_is_404(server):
-    """As with OpenAI's own server."""
+    """The error code is that of OpenAI's API."""
     for path, usual in ((CHAT, {"messages": HELLO}), (TEXT, {"prompt": "x"})):
         for name in ("gpt-5", "", "../tiny", "tiny@main", "x" * 10_000):
             status, body = asked(server, path, good(model=name, **usual))
@@ -429,7 +429,7 @@ def test_another_model_is_404(server):
     ],
 )
 def test_unknown_route_and_method(server, method, path, status):
-    """404, and 405 with what is allowed."""
+    """404 for a route; 405 with an Allow header for a method."""
     with connected(server) as one:
         one.sendall(head(method, path, "Content-Length: 0"))
         found, headers, body = answer(one)
@@ -439,7 +439,7 @@ def test_unknown_route_and_method(server, method, path, status):
 
 
 def test_long_context_is_400(server):
-    """Prompt and answer together are counted, in tokens."""
+    """The limit applies to the tokens of prompt and answer together."""
     for path, usual in (
         (CHAT, {"messages": [{"role": "user", "content": "word " * 50_000}]}),
         (TEXT, {"prompt": "word " * 50_000}),
@@ -451,7 +451,7 @@ def test_long_context_is_400(server):
 
 
 def test_huge_body_is_413(server):
-    """Told by its length before it is read, or where its chunks pass the limit."""
+    """Refused by its Content-Length before it is read, or once its chunks pass the limit."""
     usual = ("Content-Type: application/json",)
     status, body = sent(server, head("POST", TEXT, *usual, "Content-Length: 99999999999"))
     assert status == 413
@@ -484,7 +484,7 @@ DRIPPING = {
 
 @pytest.fixture(scope="module")
 def waiting(server):
-    """All who send no more and all who send a byte now and then, at once; what they got."""
+    """Run all stalling and all dripping clients at once; return what each got."""
     return dict(_waited(server))
 
 
@@ -504,10 +504,10 @@ def _stalled(one, data):
 
 
 def _dripping(one, begun):
-    """Send a byte now and then, as many as no server that cuts anybody off would take."""
+    """Send one byte at a time, for longer than a server with a time limit would accept."""
     one.sendall(begun)
     try:
-        for _ in range(1_000):  # the first of them take longer than the server's second
+        for _ in range(1_000):  # the first few take longer than the server's limit of a second
             one.sendall(b"x")
             time.sleep(0.1)
     except (BrokenPipeError, ConnectionResetError):
@@ -517,7 +517,7 @@ def _dripping(one, begun):
 
 @pytest.mark.parametrize("name", STALLED)
 def test_client_that_sends_no_more_is_408_and_cut_off(waiting, server, name):
-    """However slowly it goes on."""
+    """The limit applies wherever in the request the client stops."""
     status, body, rest = waiting[name]
     assert (status, rest) == (408, b"")
     assert error_of(json.loads(body))
@@ -525,7 +525,7 @@ def test_client_that_sends_no_more_is_408_and_cut_off(waiting, server, name):
 
 @pytest.mark.parametrize("part", DRIPPING)
 def test_slow_loris_is_cut_off(waiting, server, part):
-    """A byte now and then does not begin the wait anew."""
+    """Single bytes do not restart the timeout."""
     assert waiting[part] == "cut off"
 
 
@@ -544,14 +544,14 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_http_is_refused_in_json(server, name):
-    """A request that no HTTP library would send."""
+    """No HTTP library would send these requests."""
     status, body = sent(server, BROKEN[name])
     assert 400 <= status < 500
     assert error_of(body)
 
 
 def test_pipelined_requests_are_answered_in_their_order(server):
-    """Good ones and bad ones on one connection."""
+    """Good and bad requests share one connection."""
     ok = posted(TEXT, good(prompt="a"))
     bad = posted(TEXT, good(prompt=1))
     with connected(server) as one:
@@ -569,7 +569,7 @@ def test_pipelined_requests_are_answered_in_their_order(server):
 
 
 def test_body_of_another_type_is_415(server):
-    """Among them what a web page may send to this machine without asking."""
+    """It includes the types that a web page may send across origins without asking."""
     data = json.dumps(good(prompt="x")).encode()
     for line in ("Content-Type: text/plain", "X-None: 1"):
         request = head("POST", TEXT, line, f"Content-Length: {len(data)}") + data
@@ -579,7 +579,7 @@ def test_body_of_another_type_is_415(server):
 
 
 def test_other_host_is_refused(server):
-    """A page whose name was made to lead here cannot read answers."""
+    """A page that uses DNS rebinding cannot read answers."""
     status, body = sent(server, posted(TEXT, good(prompt="x"), host="evil.example"))
     assert status == 403
     assert "evil.example" in error_of(body)
@@ -587,7 +587,7 @@ def test_other_host_is_refused(server):
 
 
 def test_many_connections_at_once(server):
-    """Those above the limit are told so; the others are served."""
+    """A connection above the limit gets 503 or is closed."""
     held = []
     try:
         for _ in range(300):
@@ -605,7 +605,7 @@ def test_many_connections_at_once(server):
 
 
 def test_many_requests_at_once(server):
-    """Each is answered, or told to come again."""
+    """Each gets an answer, or 503 with Retry-After."""
     held = [connected(server) for _ in range(60)]
     statuses = []
     for one in held:
@@ -624,7 +624,7 @@ def test_many_requests_at_once(server):
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("when", ["at once", "within"])
 def test_client_that_goes_away_costs_no_answer(server, stream, when):
-    """What it asked for is not generated to the end: the next client does not wait for it."""
+    """Generation stops when the client disconnects, so the next one need not wait for it."""
     body = good(prompt="Hello", stream=stream, max_tokens=1500, stop=["\0never"])
     alone_s = _answered_s(server)
     for _ in range(12):
@@ -636,7 +636,7 @@ def test_client_that_goes_away_costs_no_answer(server, stream, when):
             else:
                 time.sleep(0.05)
         one.close()
-    assert _answered_s(server) < 3 + 20 * alone_s  # 18,000 tokens more take far longer
+    assert _answered_s(server) < 3 + 20 * alone_s  # 18,000 more tokens would take far longer
 
 
 def _answered_s(server):
@@ -646,7 +646,7 @@ def _answered_s(server):
 
 
 def test_client_that_takes_nothing_is_cut_off(monkeypatch):
-    """The answer is given up after a while; one that takes it is served."""
+    """Writing times out if the client does not read; a client that reads is served."""
     from mens_exp.export import serving_app
 
     monkeypatch.setattr(serving_app, "_LIMITS", serving_app.Limits(write_s=0.05))
@@ -665,7 +665,7 @@ def test_client_that_takes_nothing_is_cut_off(monkeypatch):
 
 
 def test_stream_is_whole(server):
-    """Its events are JSON, and the last one is the end's."""
+    """The last event is [DONE], and the one before it has the token counts."""
     with connected(server) as one:
         one.sendall(posted(CHAT, good(messages=HELLO, stream=True, max_tokens=4)))
         status, headers, body = answer(one)
@@ -678,7 +678,7 @@ def test_stream_is_whole(server):
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 @pytest.mark.parametrize("is_wanted", [True, False])
 def test_stream_options_say_where_the_usage_stands(server, path, is_wanted):
-    """In an event of its own without a choice, as OpenAI's clients expect, or nowhere."""
+    """The usage is a separate event without choices, as OpenAI's clients expect, or absent."""
     asks = {"messages": HELLO} if path == CHAT else {"prompt": "Hello"}
     options = {"stream": True, "stream_options": {"include_usage": is_wanted}}
     with connected(server) as one:
@@ -703,7 +703,7 @@ TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type
 
 
 def test_a_model_is_told_of_no_tool_where_none_may_be_called():
-    """`tool_choice="none"` takes the tools out of the prompt."""
+    """`tool_choice="none"` removes the tools from the prompt."""
     about = {"messages": HELLO, "tools": [TOOL]}
 
     def tools(**more):
@@ -716,13 +716,13 @@ def test_a_model_is_told_of_no_tool_where_none_may_be_called():
 
 
 def test_the_end_does_not_wait_for_answers(directory):
-    """Ctrl-C while several are answered, and while one sends nothing."""
+    """Stopping the server neither waits for running answers nor for a silent client."""
     with quick(), serving.serving(directory, host="127.0.0.1", port=0) as running:
         held = [connected(running) for _ in range(6)]
         for one in held[1:]:
             one.sendall(posted(TEXT, good(prompt="Hello", max_tokens=200, stop=["\0never"])))
         time.sleep(0.3)
-    # It ended within the time after which it would have been killed.
+    # It stopped within the time limit, before it would have been killed.
     assert running.process.returncode not in {None, -signal.SIGKILL}
     for one in held:
         one.close()
@@ -733,7 +733,7 @@ TOKEN = "correct-horse-battery-staple"
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_token_is_asked_for(directory, monkeypatch, host):
-    """On every route but the one that says the server is up."""
+    """Every route except /health requires the token."""
     monkeypatch.setenv("MENS_EXP_SERVE_TOKEN", TOKEN)
     with quick(), serving.serving(directory, host=host, port=0) as running:
         assert TOKEN not in running.curl
@@ -759,7 +759,7 @@ def test_token_is_asked_for(directory, monkeypatch, host):
 @pytest.mark.parametrize("token", [None, "", "short", "with a space in it it is none", "é" * 40])
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
 def test_open_address_without_a_token_is_refused(monkeypatch, host, token):
-    """Before anything starts, with what to do."""
+    """The message says which variable to set, and does not repeat the token."""
     monkeypatch.delenv("MENS_EXP_SERVE_TOKEN", raising=False)
     if token is not None:
         monkeypatch.setenv("MENS_EXP_SERVE_TOKEN", token)
@@ -770,13 +770,13 @@ def test_open_address_without_a_token_is_refused(monkeypatch, host, token):
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.8.8.8"])
 def test_loopback_needs_no_token(monkeypatch, host):
-    """Nobody else can reach it."""
+    """Only this machine can reach a loopback address."""
     monkeypatch.delenv("MENS_EXP_SERVE_TOKEN", raising=False)
     assert serving.token_problems(host, "MENS_EXP_SERVE_TOKEN") == []
 
 
 def test_command_refuses_an_open_address_without_a_token(directory, tmp_path, monkeypatch, capsys):
-    """Exit code 2 before a run is opened; the token is in no record."""
+    """Exit code 2 before a run directory is created; a token in the command is refused too."""
     from mens_exp import cli
 
     monkeypatch.chdir(tmp_path)

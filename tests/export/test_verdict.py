@@ -1,4 +1,4 @@
-"""What a certificate lets through, and what is set aside."""
+"""Accepting or rejecting a written model by its parity certificate."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def written(tmp_path):
 
 @pytest.mark.parametrize("certificate", [of_graphs(), of_tensors(0.001)])
 def test_what_is_within_the_budget_stays_with_its_certificate(tmp_path, certificate):
-    """Nothing is moved; the certificate lies beside the weights."""
+    """Nothing is moved, and the certificate is next to the weights."""
     directory = written(tmp_path)
     keep_or_set_aside(directory, tmp_path / "merged", certificate)
     assert Certificate.read(directory / "parity.json") == certificate
@@ -89,7 +89,7 @@ def test_what_is_within_the_budget_stays_with_its_certificate(tmp_path, certific
     ],
 )
 def test_what_is_over_the_budget_is_set_aside(tmp_path, certificate, figure):
-    """Exit code 4, the figure in the message, the directory under .rejected, an older one gone."""
+    """Exit code 4 with the figure; the output goes to .rejected and replaces an older one."""
     directory = written(tmp_path)
     (tmp_path / "merged.rejected").mkdir()
     (tmp_path / "merged.rejected" / "older").touch()
@@ -104,7 +104,7 @@ def test_what_is_over_the_budget_is_set_aside(tmp_path, certificate, figure):
 
 
 def test_what_is_accepted_stays_and_says_so(tmp_path):
-    """The certificate keeps both facts, and so does the card."""
+    """The certificate and the model card state that it failed and that it was accepted."""
     directory = written(tmp_path)
     (directory / "README.md").write_text("# Merged\n")
     certificate = of_graphs("mean_kl 0.25 > 0.002", accepted=True)
@@ -119,7 +119,7 @@ def test_what_is_accepted_stays_and_says_so(tmp_path):
 
 @pytest.mark.parametrize("relative", [0.001, 0.5])
 def test_the_certificate_of_a_file_lies_beside_it(tmp_path, relative):
-    """Under its name, or under that of the file set aside."""
+    """It is named after the file, also after a file that was rejected."""
     temporary, out = tmp_path / ".tmp", tmp_path / "merged.safetensors"
     temporary.write_bytes(b"weights")
     if relative < 0.004:
@@ -135,18 +135,18 @@ def test_the_certificate_of_a_file_lies_beside_it(tmp_path, relative):
 
 
 def test_hashes_are_of_every_file_but_the_certificate(tmp_path):
-    """Paths are relative, folders included."""
+    """Paths are relative and include subdirectories."""
     directory = written(tmp_path)
     (directory / "below").mkdir()
     (directory / "below" / "x").write_bytes(b"")
     (directory / "parity.json").write_bytes(b"{}")
     found = hashes_of(directory)
     assert sorted(found) == ["below/x", "model.safetensors"]
-    assert found["below/x"].startswith("e3b0c442")  # SHA-256 of nothing
+    assert found["below/x"].startswith("e3b0c442")  # SHA-256 of empty input
 
 
 def test_the_card_shows_every_figure():
-    """One row a graph; for tensors, how many and the worst."""
+    """One row per graph; for tensors, their number and the worst one."""
     text = card_section(of_graphs())
     assert "| written ← | 0.25 | 1 | 50.00% | \N{MINUS SIGN}0.12 | l3 0.75 |" in text
     assert "12 tokens (rows: 3 of held out)" in text

@@ -20,7 +20,7 @@ LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
 
 @pytest.fixture
 def adapter(tmp_path):
-    """Write a PEFT directory of rank 4 on one layer."""
+    """Write a PEFT adapter of rank 4 for one layer."""
 
     def made(*, layer=LAYER, rank=4, **changes):
         place = tmp_path / "peft"
@@ -42,14 +42,14 @@ def adapter(tmp_path):
     ("rank", "room"), [(1, 1), (4, 8), (16, 16), (33, 64), (300, 320), (512, 512)]
 )
 def test_the_command_makes_room_for_the_rank(rank, room):
-    """It takes only certain sizes; the next one holds the adapter."""
+    """The engine accepts only certain ranks; the next larger one is used."""
     assert serve_command("org/base", "mine", "out dir", rank) == (
         f"vllm serve org/base --enable-lora --lora-modules 'mine=out dir' --max-lora-rank {room}"
     )
 
 
 def test_the_directory_holds_the_adapter_the_command_and_the_record(adapter, tmp_path):
-    """The adapter's files are copied byte for byte; twice gives the same bytes."""
+    """The adapter's files are copied unchanged, and a second export gives the same bytes."""
     source = adapter()
     for name in ("a", "b"):
         write_vllm(source, tmp_path / name, base="org/base", name="mine")
@@ -66,7 +66,7 @@ def test_the_directory_holds_the_adapter_the_command_and_the_record(adapter, tmp
 
 
 def test_what_a_run_leaves_is_served(finished):
-    """LoRA on all linear layers, as PEFT writes it."""
+    """A run's adapter for all linear layers, in PEFT's format, is accepted."""
     assert vllm_problems(finished.peft) == []
 
 
@@ -86,20 +86,20 @@ def test_what_a_run_leaves_is_served(finished):
     ],
 )
 def test_what_vllm_would_serve_otherwise_is_refused(adapter, tmp_path, changes, said):
-    """Before anything is written; merging is the way out."""
+    """Nothing is written, and the message suggests task=merge where that helps."""
     with pytest.raises(MensError, match=said):
         write_vllm(adapter(**changes), tmp_path / "out", base="org/base", name="mine")
     assert not (tmp_path / "out").exists()
 
 
 def test_all_problems_are_told_together(adapter):
-    """Files that are not there as well."""
+    """Each one suggests task=merge."""
     found = vllm_problems(adapter(use_dora=True, bias="all"))
     assert len(found) == 2
     assert all("task=merge" in str(problem) for problem in found)
 
 
 def test_a_directory_that_is_no_adapter_is_refused(tmp_path):
-    """The file that is missing is named."""
+    """The message names the missing file."""
     (problem,) = vllm_problems(tmp_path)
     assert "adapter_config.json: the file cannot be read" in str(problem)

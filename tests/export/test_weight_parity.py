@@ -1,4 +1,4 @@
-"""Bare tensors against ``W + s · B A``: right ones pass, each planted fault shows."""
+"""Written tensors against ``W + s · B A``: a correct merge passes, each planted fault shows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WEIGHT_OI = drawn(OUT, WIDTH, seed=2)
 
 
 def place_of(tmp_path, weight_OI=WEIGHT_OI):
-    """Store a base of one layer and find its place."""
+    """Store a base of one layer and return the layer's place in it."""
     shard = tmp_path / "base.safetensors"
     save_file({KEY: weight_OI}, shard)
     layer = AdaptedLayer(logical="l0.q", key=KEY, shape=(OUT, WIDTH))
@@ -58,19 +58,19 @@ MERGED_OI = WEIGHT_OI + 0.5 * DELTA.B_OR @ DELTA.A_RI
 
 
 def test_a_right_merge_differs_by_rounding_alone(tmp_path):
-    """f32 against f64."""
+    """The merge is in float32, the reference in float64."""
     assert error_of(tmp_path, MERGED_OI)["relative"] < 1e-6
 
 
 def test_nothing_that_was_to_change_leaves_the_weight_as_the_measure(tmp_path):
-    """Where B is zero, a weight that changed all the same is wrong by what it changed."""
+    """If B is zero, the error is relative to the weight."""
     still = {"B_OR": torch.zeros(OUT, RANK)}
     assert error_of(tmp_path, WEIGHT_OI, delta=still)["relative"] == 0
     assert error_of(tmp_path, 2 * WEIGHT_OI, delta=still)["relative"] == pytest.approx(1)
 
 
 def test_the_figures_are_those_of_the_difference(tmp_path):
-    """One entry off by one: the largest error is 1, and the share 1 over the delta's norm."""
+    """With one entry off by 1, max_abs is 1 and the relative error 1 / the delta's norm."""
     wrong_OI = MERGED_OI.clone()
     wrong_OI[2, 3] += 1
     found = error_of(tmp_path, wrong_OI)
@@ -88,13 +88,13 @@ def test_the_figures_are_those_of_the_difference(tmp_path):
     ids=["alpha off by two", "left out", "rows in another order"],
 )
 def test_a_wrong_merge_shows(tmp_path, wrong_OI):
-    """Far above any rounding."""
+    """The relative error is far above rounding."""
     assert error_of(tmp_path, wrong_OI)["relative"] > 0.9
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_rounding_to_the_format_that_is_written_is_no_error(tmp_path, dtype):
-    """However small the delta: rounded once to the nearest is the best there is."""
+    """Correct rounding is as good as the format allows, however small the delta is."""
     small = {"scale": 1e-4}
     written_OI = (WEIGHT_OI.double() + 1e-4 * DELTA.B_OR.double() @ DELTA.A_RI.double()).to(dtype)
     assert error_of(tmp_path, written_OI, delta=small)["relative"] == 0
@@ -103,7 +103,7 @@ def test_rounding_to_the_format_that_is_written_is_no_error(tmp_path, dtype):
 
 
 def test_the_base_is_the_one_that_the_adapter_met(tmp_path):
-    """Where 4-bit values were met, a merge into the published weights is off by their error."""
+    """A merge into the original weights, after training on 4-bit ones, is off by their error."""
     found = error_of(tmp_path, MERGED_OI, quantizer=QUANTIZER, place={"quantizer": QUANTIZER})
     assert found["relative"] > 0.05
     left_alone = error_of(tmp_path, MERGED_OI, quantizer=QUANTIZER)
@@ -111,7 +111,7 @@ def test_the_base_is_the_one_that_the_adapter_met(tmp_path):
 
 
 def test_dora_sets_the_length_of_each_row(tmp_path):
-    """Rows of length three whatever the sum's was."""
+    """Every row has norm 3, whatever the norm of the sum."""
     lengths_O = torch.full((OUT,), 3.0)
     right_OI = 3 * MERGED_OI / MERGED_OI.norm(dim=1, keepdim=True)
     delta = {"magnitude_O": lengths_O}
@@ -120,7 +120,7 @@ def test_dora_sets_the_length_of_each_row(tmp_path):
 
 
 def test_a_tensor_that_is_absent_or_of_another_shape_is_refused(tmp_path):
-    """Neither counts as compared."""
+    """A tensor that cannot be compared is an error."""
     place = place_of(tmp_path)
     with pytest.raises(ModelFileError, match="not in the output"):
         tensor_errors({}, [place], {"l0.q": DELTA}, None)

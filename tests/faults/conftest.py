@@ -12,7 +12,7 @@ from mens_exp.artifacts.run_dir import RunDir
 
 @dataclass
 class Stopped:
-    """A run that a signal ended."""
+    """A run that a signal stopped."""
 
     run: RunDir
     ends: list[int]
@@ -23,7 +23,7 @@ def at(place, call, signal, **more):
     return {"at": place, "call": call, "signal": signal, **more}
 
 
-# tiny_run takes four micro-batches a step and saves every second step: steps 2, 4 and 6 here.
+# tiny_run takes four micro-batches a step and saves every second step: 2, 4 and 6 here.
 LONGER = "trainer.max_steps=6"
 VALIDATING = [LONGER, "trainer.val_check_interval=4"]
 SCENARIOS = {
@@ -46,7 +46,7 @@ SCENARIOS = {
 
 @pytest.fixture
 def stopped(tiny_run, tmp_path):
-    """Play a scenario: run commands in processes that signal themselves."""
+    """Run a scenario: commands in processes that send signals to themselves."""
 
     def play(name):
         overrides, attempts = SCENARIOS[name]

@@ -1,7 +1,7 @@
-"""Faults of the two source systems that concern data, put back in and seen to be caught.
+"""Data faults of the two source systems, injected again to check that they are caught.
 
-They are those of REFERENCE, sections 11 and 12. Each is injected where it was, and the run has to
-end before its first step; what finds it never looks at the place where it was made.
+They are listed in REFERENCE, sections 11 and 12. Each is injected at its original place. The run
+has to end before its first step, and the check that finds the fault shares no code with it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def refused(
     tmp_path,
     monkeypatch,
 ):
-    """Train under a fault with a cache of its own, and return what the certificate says of it."""
+    """Train under a fault, with a cache for this run, and return the certificate's complaint."""
     monkeypatch.setenv("MENS_EXP_CACHE", str(tmp_path / "cache"))
 
     def trained(*overrides, without=None):
@@ -54,7 +54,7 @@ def refused(
 
 @pytest.fixture
 def encoding(monkeypatch):
-    """Put a fault into how documents are made: it gets the real encoding and its arguments."""
+    """Inject a fault into `encode`: it gets the real function and the arguments."""
     real = encode.encode
 
     def faulty(fault):
@@ -69,7 +69,7 @@ def written(path, pairs):
 
 
 def test_keys_that_no_schema_has_are_all_refused(tiny_run, tmp_path, capsys):
-    """Six keys of theirs, silently dropped by the schema, are six errors here."""
+    """Their schema silently dropped six keys; here they are six errors."""
     keys = ("max_seq_length", "pack", "eos", "min_len", "shuffle_seed", "num_proc")
     command = [*tiny_run, f"hydra.run.dir={tmp_path / 'run'}"]
     assert cli.main([*command, *(f"+data.{key}=1" for key in keys)]) == 2
@@ -78,7 +78,7 @@ def test_keys_that_no_schema_has_are_all_refused(tiny_run, tmp_path, capsys):
 
 
 def test_a_sequence_length_that_is_not_forwarded_is_caught(encoding, refused):
-    """Documents come out longer than was asked for."""
+    """The documents become longer than the requested length."""
     encoding(
         lambda real, pairs, encoder, labelling: real(
             pairs, encoder, dataclasses.replace(labelling, seq_len=5_000)
@@ -89,7 +89,7 @@ def test_a_sequence_length_that_is_not_forwarded_is_caught(encoding, refused):
 
 
 def test_packing_that_is_not_forwarded_is_caught(monkeypatch, refused):
-    """The first batch is read back."""
+    """The check reads the first batch back."""
     real = stream.MicroBatches.__init__
 
     def packed(self, *given, **named):
@@ -100,7 +100,7 @@ def test_packing_that_is_not_forwarded_is_caught(monkeypatch, refused):
 
 
 def test_an_end_marker_that_is_not_trained_is_caught(encoding, refused):
-    """No document learns its end."""
+    """No document would learn to end."""
 
     def without_ends(real, pairs, encoder, labelling):
         made = real(pairs, encoder, labelling)
@@ -115,7 +115,7 @@ def test_an_end_marker_that_is_not_trained_is_caught(encoding, refused):
 
 
 def test_another_prompt_at_evaluation_is_caught(monkeypatch, refused):
-    """Evaluation that asks without the chat template asks otherwise than training did."""
+    """Evaluation prompts without the chat template differ from those of training."""
 
     def bare(self, conversations):
         return self.encode_all([turns[-1]["content"] for turns in conversations])
@@ -127,7 +127,7 @@ def test_another_prompt_at_evaluation_is_caught(monkeypatch, refused):
 
 
 def test_targets_without_the_shift_are_caught(monkeypatch, refused):
-    """Each token predicted from itself."""
+    """Each token would be predicted from itself."""
     real = stream.packed_batch
 
     def unshifted(*given, **named):
@@ -139,7 +139,7 @@ def test_targets_without_the_shift_are_caught(monkeypatch, refused):
 
 
 def test_a_model_that_sees_what_it_predicts_is_caught(monkeypatch, refused):
-    """The same fault behind the batch: hidden states of the target's own place."""
+    """The same fault after batching: the hidden state is that of the target token itself."""
     from mens_exp.backends import frozen_base
 
     real = frozen_base.hidden_states
@@ -152,7 +152,7 @@ def test_a_model_that_sees_what_it_predicts_is_caught(monkeypatch, refused):
 
 
 def test_a_mask_that_a_left_cut_leaves_behind_is_caught(encoding, refused):
-    """The prompt's length still counts from a beginning that is gone."""
+    """The prompt's length still counts from tokens that truncation removed."""
 
     def unmoved(real, pairs, encoder, labelling):
         made = real(pairs, encoder, labelling)
@@ -170,7 +170,7 @@ def test_a_mask_that_a_left_cut_leaves_behind_is_caught(encoding, refused):
 
 
 def test_gradients_of_the_last_micro_batch_alone_are_caught(monkeypatch, refused):
-    """Accumulation that begins anew with every micro-batch."""
+    """Gradients are reset before every micro-batch, so accumulation has no effect."""
     real = TrainingModule.training_step
 
     def forgetful(self, batch, number):
@@ -186,7 +186,7 @@ def test_gradients_of_the_last_micro_batch_alone_are_caught(monkeypatch, refused
 
 
 def test_mix_weights_that_are_rounded_up_are_caught(monkeypatch, refused, tmp_path):
-    """0.7 and 0.3, rounded up, are halves."""
+    """0.7 and 0.3 rounded up are equal weights."""
     sources = []
     for name, weight in (("a", 0.7), ("b", 0.3)):
         rows = [TrainingPair(prompt=f"Say {name}{n}.", response=f"{name}{n}") for n in range(40)]
@@ -208,7 +208,7 @@ def test_a_hash_of_the_text_lets_copies_through_and_they_are_caught(
     train_in,
     tmp_path,
 ):
-    """The same code laid out otherwise: a hash of its syntax drops it, one of its text does not."""
+    """Reformatted code: a hash of its syntax drops it as a duplicate; one of its text does not."""
     groups = [f"file {n}" for n in range(60)]
     sides = {group: side_of(group, 0.1, 0.1) for group in groups}
     own = [group for group in groups if sides[group] is not Side.HELDOUT]
@@ -234,13 +234,13 @@ def test_a_hash_of_the_text_lets_copies_through_and_they_are_caught(
     everything = written(tmp_path / "all.jsonl", kept)
     found = refused(everything, "suite=heldout_syntax")
     assert "data.contract.max_overlap_frac: training rows contain items of the" in found
-    trained = train_in(tmp_path / "unscored", everything)  # nothing is scored by them: a note
+    trained = train_in(tmp_path / "unscored", everything)  # a note, since nothing is scored on them
     [note] = [one for one in Manifest.read(trained.manifest).notes if "measure memory" in one]
     assert "of the held-out rows have half of their text or more in a training row" in note
 
 
 def test_items_of_the_suite_that_are_trained_on_are_caught(refused, tmp_path):
-    """A suite with items of its own is held against the rows like the held-out ones."""
+    """Items of a suite are compared with the training rows, like held-out rows."""
     rows = [
         TrainingPair(prompt=f"Sum {n}.", response=LOOP.format(name=f"f{n}", n=n)) for n in range(60)
     ]
@@ -253,7 +253,7 @@ def test_items_of_the_suite_that_are_trained_on_are_caught(refused, tmp_path):
 
 
 def test_conversations_whose_answer_never_changes_are_caught(refused, tmp_path):
-    """Two questions, one answer, row after row."""
+    """Two questions get the same answer in every row."""
     rows = [
         TrainingPair(prompt=f"And {n}?", response="Yes.", history=((f"Is it {n}?", "Yes."),))
         for n in range(60)
@@ -263,7 +263,7 @@ def test_conversations_whose_answer_never_changes_are_caught(refused, tmp_path):
 
 
 def test_rows_of_one_file_on_two_sides_are_caught(monkeypatch, refused, tmp_path):
-    """A split that parts rows instead of source files."""
+    """A split by row instead of by source file."""
     rows = [
         TrainingPair(prompt=f"Add {n}.", response=f"x + {n}", group=f"file {n % 6}")
         for n in range(60)
@@ -275,7 +275,7 @@ def test_rows_of_one_file_on_two_sides_are_caught(monkeypatch, refused, tmp_path
 
 
 def test_a_run_without_a_fault_has_a_certificate_without_a_violation(finished):
-    """Each of the figures that the faults move is where it should be."""
+    """Every figure that the faults change has its correct value here."""
     node = Manifest.read(finished.manifest).data_contract
     assert node is not None
     assert (node["violations"], node["unknown"]) == ([], {})
@@ -290,9 +290,9 @@ def test_a_run_without_a_fault_has_a_certificate_without_a_violation(finished):
 
 
 def flip_eight_signs(weights):
-    """Flip the signs of eight weights, spread over the file, as a disk that rots might."""
+    """Flip the signs of eight weights across the file, like a failing disk."""
     content = bytearray(weights.read_bytes())
-    step = (len(content) - 20_000) // 8  # the header lies before
+    step = (len(content) - 20_000) // 8  # after the header
     for number in range(8):
         content[20_001 + 2 * (number * step // 2)] ^= 0x80
     assert content != weights.read_bytes()
@@ -300,9 +300,9 @@ def flip_eight_signs(weights):
 
 
 def test_a_base_that_rotted_in_the_cache_is_never_trained_on(train_in, tmp_path, monkeypatch):
-    """It is made again, the record says so, and the adapter is the one of the good base.
+    """The base is built again, the record notes it, and the adapter is that of the intact base.
 
-    Nor does the plan, which reads the tokenizer first, refuse one that is about to be made again.
+    The plan, which reads the tokenizer first, does not refuse a base that will be rebuilt.
     """
     monkeypatch.setenv("MENS_EXP_CACHE", str(tmp_path / "cache"))
     good = train_in(tmp_path / "good")
@@ -310,7 +310,7 @@ def test_a_base_that_rotted_in_the_cache_is_never_trained_on(train_in, tmp_path,
     flip_eight_signs(weights)
     tokenizer = weights.with_name("tokenizer.json")
     content = tokenizer.read_bytes()
-    tokenizer.write_bytes(content[:-1] + b"\0")  # its size is the same
+    tokenizer.write_bytes(content[:-1] + b"\0")  # the size is unchanged
     after = train_in(tmp_path / "after")
     assert tokenizer.read_bytes() == content
     inputs = [Manifest.read(run.manifest).inputs for run in (good, after)]
@@ -324,7 +324,7 @@ def test_a_base_that_rotted_in_the_cache_is_never_trained_on(train_in, tmp_path,
 
 
 def test_a_base_that_was_edited_in_its_directory_is_recorded_as_it_is(train_in, tmp_path):
-    """Nobody made it here, so that nobody can mend it: its own hash stands in the record."""
+    """mens_exp did not make this base and cannot rebuild it; the record has its actual digest."""
     made = resolve(RandomModel(name="tiny"), tmp_path / "cache")
     own = shutil.copytree(made.directory, tmp_path / "own")
     flip_eight_signs(own / "model.safetensors")

@@ -1,6 +1,6 @@
-"""Faults at the writes of tasks: the tools of the campaign, a small part of it, and its page.
+"""Faults at the file writes of tasks: the campaign's tools, a small sample of it, and its page.
 
-`make soak` runs the campaign itself (tests/support/campaign.py).
+`make soak` runs the whole campaign (tests/support/campaign.py).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TEXT = 'open("file", "wb", 0).write(b"0123456789"); open("more", "wb", 0).write(
 
 @pytest.fixture
 def watched(tmp_path):
-    """Run a text of Python under a watcher; return how it ended and the watcher."""
+    """Run Python source under a watcher; return the ended process and the watcher."""
 
     def run(text, fault=None):
         with Watcher(tmp_path, fault) as watcher:
@@ -59,7 +59,7 @@ def watched(tmp_path):
 
 
 def test_python_native_code_and_children_are_all_seen(watched, tmp_path):
-    """Python's files, a temporary file of Rust's and a shell's output; nothing outside."""
+    """Python's files, a temporary file of Rust and the output of a shell are all watched."""
     done, watcher = watched(WRITERS)
     assert done.returncode == 0, done.stderr
     seen = {(site.kind, site.place) for site in watcher.calls}
@@ -88,7 +88,7 @@ def test_python_native_code_and_children_are_all_seen(watched, tmp_path):
     ],
 )
 def test_each_fault_does_what_it_says(watched, tmp_path, action, left, code):
-    """At the one call that it names, and with half of ten bytes where it writes at all."""
+    """The fault fires at the named call; a torn or short write leaves five of the ten bytes."""
     done, watcher = watched(TEXT, Fault(Site("write", "file"), 1, action))
     assert watcher.fired
     assert done.returncode == code
@@ -100,7 +100,7 @@ def test_each_fault_does_what_it_says(watched, tmp_path, action, left, code):
 
 
 def test_a_full_disk_stays_full_and_a_failed_call_fails_once(watched, tmp_path):
-    """A second file after the fault is made under EIO alone."""
+    """After EIO a second file can be written; after ENOSPC it cannot."""
     again = f"try:\n    {TEXT}\nexcept OSError:\n    open('later', 'w').close()"
     for action, code in (("error", 0), ("full", 1)):
         (tmp_path / "later").unlink(missing_ok=True)
@@ -110,7 +110,7 @@ def test_a_full_disk_stays_full_and_a_failed_call_fails_once(watched, tmp_path):
 
 
 def run_at(root):
-    """Write a run that says that it succeeded with one file."""
+    """Write a run whose record says that it succeeded, with one output file."""
     run = root / "run"
     run.mkdir()
     (run / "weights").write_bytes(b"whole")
@@ -120,7 +120,7 @@ def run_at(root):
 
 
 def test_the_judge_sees_what_a_fault_may_leave(tmp_path):
-    """Another file than recorded, a torn record, a leftover, a missing and a changed file."""
+    """A changed, a missing, a torn and a left-over file are each reported."""
     run_at(tmp_path)
     expected = after_faults.read(tmp_path)
     assert list(after_faults.believed(tmp_path)) == []
@@ -143,7 +143,7 @@ def test_the_judge_sees_what_a_fault_may_leave(tmp_path):
     ("blocks", "is_seen"), [((None, None), True), ((40, 40), True), ((None, 40), False)]
 )
 def test_the_tokens_of_a_plan_differ_only_if_one_is_an_estimate(tmp_path, blocks, is_seen):
-    """The rows may be in the cache when the next command plans."""
+    """The exact count is known only when the rows are in the cache, as for the next command."""
     plans = [
         {"data": {"train_blocks": count}, "tokens_total": total, "steps": 4}
         for count, total in zip(blocks, (768, 698), strict=True)
@@ -167,7 +167,7 @@ def test_the_tokens_of_a_plan_differ_only_if_one_is_an_estimate(tmp_path, blocks
     ],
 )
 def test_the_judge_reads_how_a_command_ends(said, code, wrong):
-    """An end that is not good has to say what to do, and is no bug."""
+    """A failure has to name a next step, and must be neither a traceback nor reported as a bug."""
     done = SimpleNamespace(stdout="", stderr=said, returncode=code)
     found = list(after_faults.refusal(done))
     assert [one.startswith(wrong) for one in found] == [True] if wrong else found == []
@@ -186,7 +186,7 @@ def test_a_sample_of_the_campaign_ends_well(tmp_path, monkeypatch):
 
 
 def test_the_page_is_drawn_from_the_results():
-    """`make docs` wrote it from the JSON of the campaign and of fuzzing."""
+    """`make docs` wrote it from the JSON results of the campaign and of fuzzing."""
     shown = (campaign.RESULTS.parents[2] / "docs/measured/reliability.md").read_text("utf-8")
     results = json.loads(campaign.RESULTS.read_text("utf-8"))
     fuzzing = json.loads(reliability_page.FUZZING.read_text("utf-8"))
@@ -219,7 +219,7 @@ def test_a_deletion_that_failed_keeps_a_file_like_it_alone(
 
 
 def test_a_killed_process_keeps_a_lock_that_nobody_holds(tmp_path):
-    """Not one that is held, names its holder, is another's, or is not there."""
+    """A lock that is held, names a holder, belongs elsewhere or is missing does not count."""
     lock = tmp_path / ".d76de11ab3d9df347e5ad2869e8581ef.lock"
     killed = Fault(Site("unlink", ".#.lock"), 1, "kill")
     problem = f"left over: {lock.name}"

@@ -1,4 +1,4 @@
-"""Readers of files from elsewhere under mutated files: a small, seeded part of `make fuzz`."""
+"""Readers of untrusted files on mutated input: a small, seeded part of `make fuzz`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SEED = random.SystemRandom().randrange(2**32)  # printed with a failure
 
 @pytest.mark.parametrize("name", fuzz_readers.READERS)
 def test_valid_files_and_the_committed_corpus_are_read_or_refused(name, finished, tmp_path):
-    """The valid ones are read; nothing ends in an error that is not ours, or is read otherwise."""
+    """Valid files are read; nothing raises another error than `MensError` or is misread."""
     seeds = fuzz_readers.READERS[name].seeds(finished.path)
     for number, data in enumerate(fuzz_readers.inputs_of(name, finished.path)):
         fuzzing.laid_out(name, finished.path, tmp_path / "input", data)
@@ -29,7 +29,7 @@ def test_valid_files_and_the_committed_corpus_are_read_or_refused(name, finished
 
 
 def test_mutated_files_are_read_or_refused(finished, tmp_path):
-    """Three readers drawn by a seed, 300 mutations each, every reader in its own process."""
+    """Three readers drawn by a seed get 300 mutations each, each in a process of its own."""
     for name in random.Random(SEED).sample(sorted(fuzz_readers.READERS), 3):
         found = fuzzing.fuzzed(
             name, finished.path, seconds=60, inputs=300, seed=SEED, root=tmp_path / name
@@ -85,7 +85,7 @@ PLANTED = """
     ],
 )
 def test_each_kind_of_fault_is_found(tmp_path, kind, said):
-    """A planted reader that fails in one way, and one that does not fail."""
+    """A planted reader fails in one way each time; one does not fail at all."""
     script = tmp_path / "planted.py"
     text = textwrap.dedent(PLANTED).format(support=str(SUPPORT), kind=kind)
     script.write_text(text, "utf-8")
@@ -98,7 +98,7 @@ def test_each_kind_of_fault_is_found(tmp_path, kind, said):
 
 
 def test_mutations_are_those_of_their_seed():
-    """The same seed gives the same inputs, another one others."""
+    """One seed always gives the same inputs; another seed gives others."""
     seeds, words = [b"{'a': 1}"], [b"null"]
     drawn = [
         [fuzzing.mutated(random.Random(seed), seeds, words) for _ in range(20)]
@@ -108,7 +108,7 @@ def test_mutations_are_those_of_their_seed():
 
 
 def test_large_inputs_are_not_cut_to_the_length_of_bred_ones():
-    """A training state is longer; cut, none would ever be read."""
+    """A training state is longer than bred inputs; a truncated one would never be read."""
     seed = bytes(3 * fuzzing.LONGEST)
     drawn = [len(fuzzing.mutated(random.Random(n), [seed], [b"x"])) for n in range(40)]
     assert max(drawn) >= len(seed)
@@ -125,7 +125,7 @@ def test_large_inputs_are_not_cut_to_the_length_of_bred_ones():
     ],
 )
 def test_a_format_with_values_gets_others_and_stays_that_format(seed, read):
-    """The seed itself is never changed: it is used for the next input."""
+    """The seed itself is never modified, because the next input starts from it."""
     drawn = [fuzzing.restructured(random.Random(number), seed) for number in range(60)]
     if read is None:
         assert drawn == [None] * 60
@@ -136,7 +136,7 @@ def test_a_format_with_values_gets_others_and_stays_that_format(seed, read):
 
 
 def test_results_over_the_same_code_add_up_and_draw_other_inputs(tmp_path):
-    """Of other code, a reader begins anew."""
+    """Results for other code start again at zero."""
     place, seeds = tmp_path / "fuzzing.json", []
 
     def run(code, inputs):
@@ -152,7 +152,7 @@ def test_results_over_the_same_code_add_up_and_draw_other_inputs(tmp_path):
 
 
 def test_a_reader_s_code_is_that_which_runs_when_it_reads(finished, tmp_path):
-    """The same each time, and another for another reader."""
+    """The digest is stable for one reader and differs between two."""
     found = [
         fuzzing.code_of(name, finished.path, tmp_path / "seeds")
         for name in ("ledger", "ledger", "humaneval")
@@ -161,13 +161,13 @@ def test_a_reader_s_code_is_that_which_runs_when_it_reads(finished, tmp_path):
 
 
 def test_inputs_that_libfuzzer_ran_are_counted_from_its_log():
-    """The last number of its progress lines."""
+    """The last number of its progress lines is the count."""
     log = "INFO: seed\n#2\tINITED cov: 1\n#1024\tpulse\n##### end\n#900\tNEW\n"
     assert fuzzing.executed(log) == 1024
 
 
 def test_the_smallest_of_what_was_bred_is_kept(tmp_path, monkeypatch):
-    """Up to a number, and nothing over 2,000 bytes."""
+    """Only a limited number is kept, and none of more than 2,000 bytes."""
     monkeypatch.setattr(fuzzing, "CORPORA", tmp_path / "corpora")
     (tmp_path / "bred").mkdir()
     for size in (3, 1, 2_001, 2_000, 2):
@@ -178,7 +178,7 @@ def test_the_smallest_of_what_was_bred_is_kept(tmp_path, monkeypatch):
 
 
 def test_inputs_that_nobody_breeds_are_not_kept(monkeypatch, capsys):
-    """To keep them without breeding them would do nothing."""
+    """An input that is not used for breeding is not kept."""
     monkeypatch.setattr(sys, "argv", ["fuzzing.py", "--keep"])
     with pytest.raises(SystemExit, match="2"):
         fuzzing.main()

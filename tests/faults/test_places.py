@@ -1,6 +1,6 @@
-"""Runs whose directory moves, can only be read, has no room or is slow to write to.
+"""Runs in a directory that is moved, read-only, full or slow.
 
-And a clock that jumps, and a W&B service that takes connections and says nothing.
+And a clock that jumps, and a W&B service that accepts connections and never answers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mens_exp.artifacts.telemetry import read_events
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mounts; run it on Linux")
 WEIGHTS = "adapter/adapter.safetensors"
-# Only the process itself sees the mount: it has a namespace of its own.
+# Only the process itself sees the mount, because it has its own mount namespace.
 MOUNT = """
 import ctypes, os
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -54,7 +54,7 @@ else:
 
 
 def typed(*command, place, size=None, cwd):
-    """Type a command where a directory can only be read, or is a disk of a size."""
+    """Run a command with a read-only directory, or with a disk of a given size."""
     return fork_server.run(
         [sys.executable, "-m", "mens_exp", *command],
         capture_output=True,
@@ -78,7 +78,7 @@ def killed(tiny_run, tmp_path):
 
 
 def test_a_run_that_was_moved_goes_on_where_it_is(killed, finished, tmp_path):
-    """To the same adapter, and every record of it holds at the new place."""
+    """It produces the same adapter, and all its records are valid at the new path."""
     moved = shutil.move(killed.path, tmp_path / "elsewhere" / "moved")
     assert cli.main([f"resume={moved}"]) == 0
     assert (moved / WEIGHTS).read_bytes() == (finished.path / WEIGHTS).read_bytes()
@@ -89,7 +89,7 @@ def test_a_run_that_was_moved_goes_on_where_it_is(killed, finished, tmp_path):
 
 @linux
 def test_a_run_on_a_disk_that_can_only_be_read_is_left_as_it_is(killed, finished, tmp_path):
-    """It cannot go on there, says so, and goes on once the disk can be written."""
+    """Resuming is refused with a message, and works once the disk is writable."""
     before = {path: path.read_bytes() for path in killed.path.rglob("*") if path.is_file()}
     done = typed(f"resume={killed.path}", place=killed.path, cwd=tmp_path)
     assert done.returncode == 3, done.stderr
@@ -102,7 +102,7 @@ def test_a_run_on_a_disk_that_can_only_be_read_is_left_as_it_is(killed, finished
 
 @linux
 def test_a_run_that_can_only_be_read_is_verified(finished, tmp_path):
-    """What looks at a run writes elsewhere."""
+    """Inspecting a run writes to another directory."""
     own = f"hydra.run.dir={tmp_path / 'inspected'}"
     done = typed(
         "task=inspect",
@@ -118,7 +118,7 @@ def test_a_run_that_can_only_be_read_is_verified(finished, tmp_path):
 @linux
 @pytest.mark.parametrize("size", ["4k", "120k", "400k"])
 def test_a_disk_without_room_ends_a_run_by_name(tiny_run, tmp_path, size):
-    """Before its record, while it trains, or at its end."""
+    """The disk fills up before the record is written, in training, or at the end."""
     disk = tmp_path / "disk"
     disk.mkdir()
     own = f"hydra.run.dir={disk / 'run'}"
@@ -130,7 +130,7 @@ def test_a_disk_without_room_ends_a_run_by_name(tiny_run, tmp_path, size):
 
 @linux
 def test_a_slow_disk_costs_time_alone(tiny_run, finished, tmp_path):
-    """Each change of a file takes 10 ms: the same adapter, and records that hold."""
+    """Each file operation takes 10 ms; the adapter is the same and the records are valid."""
     run, delay_s, began = RunDir(tmp_path / "run"), 0.01, time.monotonic()
     with Watcher(tmp_path, delay_s=delay_s) as watcher:
         done = fork_server.run(
@@ -144,7 +144,7 @@ def test_a_slow_disk_costs_time_alone(tiny_run, finished, tmp_path):
     took_s = time.monotonic() - began
     assert done.returncode == 0, done.stderr
     assert len(watcher.calls) > 50
-    assert took_s > len(watcher.calls) * delay_s  # it was slow
+    assert took_s > len(watcher.calls) * delay_s  # proves the delay
     assert Manifest.read(run.manifest).status is Status.SUCCEEDED
     assert (run.path / WEIGHTS).read_bytes() == (finished.path / WEIGHTS).read_bytes()
     ours, theirs = ([e["event"] for e in read_events(it.telemetry)] for it in (run, finished))
@@ -155,7 +155,7 @@ def test_a_slow_disk_costs_time_alone(tiny_run, finished, tmp_path):
 
 @pytest.fixture
 def silent_service(tmp_path, monkeypatch):
-    """An address in the place of W&B's that takes connections, and never reads nor answers."""
+    """A server in place of W&B that accepts connections, but never reads or answers."""
     for name in [*os.environ]:
         if name.startswith(("WANDB", "NETRC")):
             monkeypatch.delenv(name)
@@ -168,7 +168,7 @@ def silent_service(tmp_path, monkeypatch):
 
 @linux
 def test_a_silent_service_delays_no_run_and_is_named(tiny_run, finished, tmp_path, silent_service):
-    """It takes the connection and says nothing: the run waits for a second, as it was told."""
+    """The run waits for the configured one second, and the message names the service."""
     own = f"hydra.run.dir={tmp_path / 'run'}"
     online = ["logger=wandb", "logger.mode=online", "logger.wait_s=1"]
     by_key = {text.partition("=")[0]: text for text in [*tiny_run, *online, own]}
@@ -204,7 +204,7 @@ def test_a_silent_service_delays_no_run_and_is_named(tiny_run, finished, tmp_pat
 
 
 def test_a_clock_that_jumps_changes_times_alone(train_in, finished, tmp_path, monkeypatch):
-    """By an hour to and fro at every look: the same adapter, and records that hold."""
+    """Each reading is off by up to an hour; the adapter is the same and the records are valid."""
     jumps = itertools.cycle([dt.timedelta(hours=1), dt.timedelta(hours=-1)])
 
     class Clock(dt.datetime):

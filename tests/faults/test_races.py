@@ -1,4 +1,4 @@
-"""Commands that several people, or several jobs, start at the same moment in one place."""
+"""Commands that several people or jobs start at the same moment in one directory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPEN += ["promote.arms=[qlora,burn]", "promote.factor=backend"]
 
 @pytest.fixture
 def together(tmp_path):
-    """Start commands in processes that begin their work at one moment; return how they ended."""
+    """Start commands in processes that begin together; return how each ended."""
 
     def run(*commands):
         go = tmp_path / "go"
@@ -59,7 +59,7 @@ def left_over(root):
 
 
 def test_two_builders_of_one_cache_make_it_once(together, tiny_run, finished, tmp_path):
-    """Base, encoded rows and certificate: both train on the same, and nothing half-made stays."""
+    """Base, encoded rows and certificate: both runs use the same, and no partial file remains."""
     commands = [[*tiny_run, f"hydra.run.dir=run_{number}"] for number in (0, 1)]
     codes, said = together(*commands)
     assert codes == [0, 0], said
@@ -70,7 +70,7 @@ def test_two_builders_of_one_cache_make_it_once(together, tiny_run, finished, tm
 
 
 def chained(path):
-    """Read a ledger and hold its chain, from its definition."""
+    """Read a ledger and verify its chain, from the definition."""
     entries, before = [json.loads(line) for line in path.read_text("utf-8").splitlines()], None
     for number, entry in enumerate(entries, start=1):
         body = {key: value for key, value in entry.items() if key != "sha256"}
@@ -82,7 +82,7 @@ def chained(path):
 
 
 def test_eight_promoters_of_one_ledger_all_stand_in_it(together, tmp_path):
-    """Each opened a cycle; none is lost, and the chain holds."""
+    """Each opens a cycle; no entry is lost, and the chain is valid."""
     commands = [
         [
             *OPEN,
@@ -100,7 +100,7 @@ def test_eight_promoters_of_one_ledger_all_stand_in_it(together, tmp_path):
 
 
 def test_of_eight_promoters_of_one_cycle_one_wins(together, tmp_path):
-    """The others are told that it is registered, and what is next."""
+    """The others learn that it is registered already, and what to do next."""
     commands = [
         [*OPEN, "promote.open_cycle=c", "promote.seeds=[1,2]", f"hydra.run.dir=own{n}"]
         for n in range(8)
@@ -113,7 +113,7 @@ def test_of_eight_promoters_of_one_cycle_one_wins(together, tmp_path):
 
 
 def test_of_two_sweeps_in_one_directory_one_runs(together, tiny_run, tmp_path):
-    """The other is refused, with a next step, and has changed nothing."""
+    """The other one is refused with a next step, and changes nothing."""
     usual = [text for text in tiny_run if not text.startswith("trainer.max_steps=")]
     command = ["-m", *usual, "trainer.max_steps=1", "seed=1,2", "hydra.sweep.dir=all"]
     codes, said = together(command, command)
@@ -129,7 +129,7 @@ def test_of_two_sweeps_in_one_directory_one_runs(together, tiny_run, tmp_path):
 
 
 def test_evaluating_a_run_that_trains_disturbs_neither(together, tiny_run, finished, tmp_path):
-    """Without an adapter there is nothing to evaluate yet, which it says; the training ends."""
+    """Evaluation says that there is no adapter yet, and training finishes."""
     ask = ["task=evaluate", "path=run", "logger=none", "suite=heldout_syntax", "suite.items=1"]
     (tmp_path / "run").mkdir()
     codes, said = together(

@@ -1,8 +1,8 @@
-"""Runs of drawn settings, killed at drawn moments, end as an undisturbed run of one process does.
+"""Runs with random settings, killed at random moments, equal an uninterrupted run.
 
-The undisturbed run is the reference: nothing that is tested here is used to judge. A killed run has
-to end with its bytes. Runs of two processes, and runs that go on with another number of processes,
-have to train the same micro-batches in each step, with losses that round otherwise.
+The reference is an uninterrupted run of one process, judged by independent code. A killed run has
+to end with the same bytes. Runs of two processes, and runs resumed with another number of them,
+have to train the same micro-batches in each step, with losses equal up to rounding.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import pytest
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.telemetry import read_events
 
-RELATIVE = 1e-4  # sums over two processes round otherwise; measured: 6e-8
-FEW = [48]  # of the seeds, those that run in CI; it fails with a fault that was mended
+RELATIVE = 1e-4  # sums over two processes round differently; measured: 6e-8
+FEW = [48]  # of the seeds, those for CI; it failed with a fault that is now fixed
 
 
 def seeds():
@@ -30,7 +30,7 @@ def seeds():
 
 
 def rows(draw, path, many):
-    """Write pairs or conversations, some of them too long for a document."""
+    """Write pairs or conversations, some of which are too long for a document."""
     answers = ["word " * draw.randint(1, 12) + str(n) for n in range(many)]
     for n in draw.sample(range(many), many // 8):
         answers[n] = "long " * 80
@@ -52,7 +52,7 @@ def rows(draw, path, many):
 
 
 def drawn(draw, place):
-    """Draw the settings of a run, with micro-batches of a step that two processes can share."""
+    """Draw a run's settings; two processes can share the micro-batches of a step."""
     rows(draw, place / "a.jsonl", draw.randint(25, 90))
     micro_batches = draw.choice([2, 4, 6, 8])
     found = {
@@ -96,7 +96,7 @@ def drawn(draw, place):
 
 @pytest.fixture
 def typed(tmp_path, cache):
-    """Type a command in the test's directory, with signals at planned places."""
+    """Run a command in the test's directory, with signals at planned places."""
 
     def run(*words, kill_at=None):
         planned = [{"at": "micro-batch", "call": kill_at, "signal": "SIGKILL"}]
@@ -127,7 +127,7 @@ def well(done):
 
 @pytest.mark.parametrize("seed", seeds())
 def test_a_killed_run_of_any_settings_goes_on_to_the_same_end(typed, tmp_path, seed):
-    """Alone, and with a number of processes that may change."""
+    """With one process, and with a number of processes that may change at each resume."""
     draw = random.Random(seed)
     settings = drawn(draw, tmp_path)
     well(typed(*words(settings, "whole")))

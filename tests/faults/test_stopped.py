@@ -1,4 +1,4 @@
-"""Runs that a signal stopped, and what becomes of them."""
+"""Runs stopped by a signal, and what happens to them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def losses(run, event, metric):
 
 @pytest.fixture(scope="session")
 def longer(finished_with):
-    """Six steps without an interruption."""
+    """A run of six steps without an interruption."""
     return finished_with(LONGER)
 
 
@@ -70,7 +70,7 @@ def test_a_killed_run_ends_as_if_it_had_never_stopped(stopped, longer, scenario,
 
 
 def test_python_m_mens_exp_resumes_a_run_killed_in_mid_epoch(stopped, longer, cache):
-    """The command as a user types it, in a process of its own."""
+    """The command runs as a user types it, in a process of its own."""
     killed = stopped("in mid-epoch")
     source = os.pathsep.join(filter(None, sys.path))
     done = subprocess.run(
@@ -86,7 +86,7 @@ def test_python_m_mens_exp_resumes_a_run_killed_in_mid_epoch(stopped, longer, ca
 
 
 def test_validations_fall_where_they_would_have(stopped, train_in, tmp_path):
-    """Each on the step it belongs to and once, checkpoint steps included."""
+    """Each validation happens once, at its own step, checkpoint steps included."""
     through = train_in(tmp_path / "run", LONGER, "trainer.val_check_interval=4")
     killed = stopped("with validation")
     assert cli.main([f"resume={killed.run.path}"]) == 0
@@ -95,7 +95,7 @@ def test_validations_fall_where_they_would_have(stopped, train_in, tmp_path):
 
 
 def test_kill_leaves_the_record_started_and_every_file_whole(stopped):
-    """The checkpoint in flight is a hidden temporary file, which resuming clears away."""
+    """The checkpoint in progress is a hidden temporary file, which resuming removes."""
     killed = stopped("while a checkpoint is written")
     assert killed.ends == [-signal.SIGKILL]
     manifest = Manifest.read(killed.run.manifest)
@@ -112,7 +112,7 @@ def test_kill_leaves_the_record_started_and_every_file_whole(stopped):
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_signal_cancels_the_run_and_keeps_its_last_checkpoint(stopped, finished, name):
-    """The record is closed, the way on is named, and going on ends as if nothing had happened."""
+    """The record is closed, the message says how to resume, and the resumed run ends the same."""
     asked = stopped(name)
     assert asked.ends == [130]
     assert f"resume={asked.run.path}" in asked.log
@@ -131,7 +131,7 @@ def test_a_signal_cancels_the_run_and_keeps_its_last_checkpoint(stopped, finishe
 
 
 def test_a_second_signal_ends_at_once(stopped):
-    """Even while the report is rendered; the status was on disk before that."""
+    """Even while the report is rendered: the status was written before that."""
     asked = stopped("SIGINT twice")
     assert asked.ends == [-signal.SIGINT]
     assert Manifest.read(asked.run.manifest).status is Status.CANCELLED
@@ -139,7 +139,7 @@ def test_a_second_signal_ends_at_once(stopped):
 
 
 def test_a_signal_while_closing_changes_nothing(stopped):
-    """The run has succeeded by then, and its report is still rendered."""
+    """The run has already succeeded, and its report is still rendered."""
     asked = stopped("SIGINT while closing")
     assert asked.ends == [0]
     assert Manifest.read(asked.run.manifest).status is Status.SUCCEEDED

@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture
 def rows(tmp_path):
-    """Ten rows, each a group of its own: `p0` … `p9`, answered by a hundred letters."""
+    """A file of ten rows with prompts `p0` … `p9`, each its own group; answers have 100 letters."""
     path = tmp_path / "rows.jsonl"
     lines = [json.dumps({"prompt": f"p{n}", "response": "x" * 100}) for n in range(10)]
     path.write_text("\n".join(lines), "utf-8")
@@ -16,5 +16,5 @@ def rows(tmp_path):
 
 @pytest.fixture(autouse=True)
 def no_ledger(cache):
-    """Forget what other tests' runs measured, so that a prediction is the formula's."""
+    """Remove other tests' measurements, so that predictions come from the formula alone."""
     (cache / "ledger.jsonl").unlink(missing_ok=True)

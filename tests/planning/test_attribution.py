@@ -16,7 +16,7 @@ def config(tiny_config):
 
 
 def test_memory_is_two_bases_and_what_layers_gave(config):
-    """By hand: 4 bytes a weight; 4.5 bits of a linear one, 2 of the table; 4 an output."""
+    """By hand: 4 bytes a weight; again 4.5 bits if linear or 2 bytes if not; 4 bytes an output."""
     shape = shape_of(config.model)
     linear, table = shape.linear_parameters, shape.embedding_parameters
     found = attribution_memory(config, shape).components
@@ -29,7 +29,7 @@ def test_memory_is_two_bases_and_what_layers_gave(config):
 def test_machine_without_room_for_the_base_in_f32_is_refused(
     config, monkeypatch, free_bytes, problems
 ):
-    """With the setting that takes less."""
+    """The message suggests a lower attribute.tokens."""
     here = dataclasses.replace(machine.look("cpu"), free_bytes=free_bytes)
     monkeypatch.setattr(machine, "look", lambda _: here)
     found = list(check_machine(config))

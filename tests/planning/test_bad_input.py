@@ -1,4 +1,4 @@
-"""Every bad input of a model directory, from the file to the user of a plan and of a run alike."""
+"""Damaged model directories and contradictory commands are refused by a plan and a run alike."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def without_a_shard(base):
 
 
 def with_header(base, header, length, data=0):
-    """Write a header; the data behind it are a hole in the file, which costs nothing."""
+    """Write a header, followed by a hole in the file, which takes no disk space."""
     with (base / WEIGHTS).open("wb") as file:
         file.write(struct.pack("<Q", length) + header)
         file.truncate(8 + len(header) + data)
@@ -113,7 +113,7 @@ DAMAGES = {
     too_many_ids: "the tokenizer has ids that the model has no embedding for",
     heads_that_do_not_divide: "query heads do not divide evenly over key and value heads",
 }
-# What is told before any shard is opened.
+# Damage that is reported before any shard is opened.
 UNOPENED = {without_configuration, unreadable_configuration, without_a_shard}
 damages = pytest.mark.parametrize(
     ("damage", "said"), DAMAGES.items(), ids=lambda it: getattr(it, "__name__", "") or str(it)[:40]
@@ -138,7 +138,7 @@ COMMANDS = {
 
 @pytest.fixture
 def refused(tiny_run, tmp_path, capsys):
-    """Give a command as a plan and as a run; return what each said, after both were refused."""
+    """Give a command as a plan and as a run, and return both error messages."""
 
     def both(*overrides):
         said = []
@@ -156,7 +156,7 @@ def refused(tiny_run, tmp_path, capsys):
 
 @damages
 def test_damaged_model_is_refused_by_plan_and_run_alike(refused, base, damage, said):
-    """Exit code 2, its own message with a next step, the same twice, and no run directory."""
+    """Exit code 2 and the same specific message twice, with a next step and no run directory."""
     damage(base)
     of_plan, of_run = refused("model=hf", f"model.id={base}")
     assert said in " ".join(of_plan.split())
@@ -166,14 +166,14 @@ def test_damaged_model_is_refused_by_plan_and_run_alike(refused, base, damage, s
 
 @pytest.mark.parametrize(("overrides", "said"), COMMANDS.values(), ids=COMMANDS)
 def test_contradictory_command_is_refused_by_plan_and_run_alike(refused, overrides, said):
-    """The place is the setting that was typed."""
+    """The message names the setting that was typed."""
     of_plan, of_run = refused(*overrides)
     assert said in " ".join(of_plan.split())
     assert of_run == of_plan
 
 
 def test_messages_are_one_for_each_fault():
-    """Nobody has to guess which of two faults is meant."""
+    """No two faults share a message."""
     said = [*DAMAGES.values(), *(one for _, one in COMMANDS.values())]
     assert len(set(said)) == len(said) == 14
 
@@ -185,7 +185,7 @@ def test_refusal_reads_no_weights(
     damage,
     said,
 ):
-    """Of the shards, at most eight bytes and the header that they announce are read."""
+    """From a shard, only its first eight bytes and the header of that length are read."""
     damage(base)
     usual = ["logger=none", "trainer=cpu", "suite=none"]
     (cell,) = check(["model=hf", f"model.id={base}", *usual]).cells
@@ -199,7 +199,7 @@ def test_refusal_reads_no_weights(
 
 
 def _header_bytes(base):
-    """Return the length of a header that is there and credible, else 0."""
+    """Return the length of a plausible header, or 0."""
     (file,) = base.glob("*.safetensors")
     with file.open("rb") as opened:
         length = struct.unpack("<Q", opened.read(8))[0]
@@ -207,7 +207,7 @@ def _header_bytes(base):
 
 
 def watched(opened, last):
-    """Open files as before, and note the end of the furthest read of a shard."""
+    """Open files as usual, and record the furthest position read in a shard."""
 
     class Watched(io.FileIO):
         def read(self, size=-1, /):

@@ -8,13 +8,13 @@ from mens_exp.planning.planner import available
 
 
 def test_page_is_current():
-    """`make docs` writes it again."""
+    """Run `make docs` to write it again."""
     file = Path(__file__).parents[2] / "docs" / "reference" / "capabilities.md"
     assert file.read_text("utf-8") == page()
 
 
 def test_page_answers_as_the_planner_does():
-    """By hand: qlora wants 4 bits and the model's own tokenizer, lora neither quantizes."""
+    """By hand: qlora needs 4 bits and the model's tokenizer; lora uses no quantization."""
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page().splitlines()]
     cells = {
         tuple(row[:2]): dict(zip(BACKEND_SPECS, row[2:], strict=True))
@@ -29,7 +29,7 @@ def test_page_answers_as_the_planner_does():
 
 
 def test_page_says_what_is_here():
-    """A backend that is not built yet is marked so."""
+    """A backend that is not built yet is marked "not yet"."""
     (line,) = (line for line in page().splitlines() if line.startswith("| here "))
     here = [cell.strip() for cell in line.split("|")[2:-1]]
     assert here == ["yes" if name in available() else "not yet" for name in BACKEND_SPECS]
@@ -37,6 +37,6 @@ def test_page_says_what_is_here():
 
 
 def test_page_finds_the_limits_of_mobile_edge():
-    """Asked of the planner, not written down twice."""
+    """The page gets these limits from the planner."""
     (line,) = (line for line in page().splitlines() if line.startswith("| mobile_edge "))
     assert line == "| mobile_edge | at most 512 | at most 32 | at most 1 | CPU |"

@@ -30,7 +30,7 @@ class Old:
 
 @pytest.fixture
 def made(tmp_path, monkeypatch):
-    """Compose with one option of the user's own, in a directory with a module."""
+    """Compose a configuration with one option of the user's, next to the module with its class."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     name = f"own_{tmp_path.name}"
@@ -64,7 +64,7 @@ def said(config):
     ],
 )
 def test_a_class_of_the_right_kind_is_accepted(made, group, target, settings):
-    """With all its settings; a callback with and without `run`."""
+    """Every setting is passed; a callback may or may not take `run`."""
     assert said(made(group, target, settings)) == ""
 
 
@@ -92,13 +92,13 @@ def test_a_class_of_the_right_kind_is_accepted(made, group, target, settings):
     ],
 )
 def test_what_is_wrong_with_a_class_is_told(made, group, target, settings, parts):
-    """By its place, with the nearest name where there is one."""
+    """The message names the place and, if there is one, the nearest name."""
     text = said(made(group, target, settings))
     assert all(part in text for part in parts), text
 
 
 def test_a_module_that_fails_is_told_by_its_line(made, tmp_path):
-    """Its own error, and where; not that it was not found."""
+    """The message has the import's own error with its line, not "not found"."""
     (tmp_path / "own_broken.py").write_text("x = 1\nimport no_such_module_at_all\n", "utf-8")
     text = said(made("callbacks", "own_broken.A"))
     assert "cannot be imported" in text
@@ -108,13 +108,13 @@ def test_a_module_that_fails_is_told_by_its_line(made, tmp_path):
 
 
 def test_our_own_classes_are_not_imported(tiny_config):
-    """A plan of ours waits for nothing."""
+    """Planning with built-in options does not import their classes."""
     assert said(tiny_config()) == ""
     assert classes.record(tiny_config()) is None
 
 
 def test_what_was_loaded_is_on_record(made, tmp_path):
-    """The target, and the hash of the module that it came from."""
+    """The record has the target and the digest of its module's file."""
     config = made("objective", "MODULE.Loss", "gamma: 2.0")
     assert said(config) == ""
     name = f"own_{tmp_path.name}"
@@ -126,13 +126,13 @@ def test_what_was_loaded_is_on_record(made, tmp_path):
 
 @pytest.mark.parametrize("kind", ["AdamWScheduleFree", "SGDScheduleFree", "RAdamScheduleFree"])
 def test_an_optimizer_that_leaves_another_point_in_the_model_is_refused(made, kind):
-    """By name, with the option that puts the average there."""
+    """The message suggests optim=schedule_free, which puts the average into the model."""
     found = said(made("optim", f"schedulefree.{kind}", "lr: 0.001"))
     assert "The artifact is the model" in found
     assert "use optim=schedule_free" in found
 
 
 def test_an_option_of_ones_own_with_a_class_that_ours_names_too_is_checked(made):
-    """optim=sgd names torch.optim.SGD; a misspelled argument of another option is still found."""
+    """The built-in optim=sgd names torch.optim.SGD too, yet the wrong argument is found."""
     found = said(made("optim", "torch.optim.SGD", "lr: 0.1\nmomentun: 0.9"))
     assert "the nearest is momentum" in found

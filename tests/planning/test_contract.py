@@ -20,7 +20,7 @@ from mens_exp.config.root import RunConfig
 from mens_exp.corpus import synthetic
 from mens_exp.planning.contract import RECORDING_CALLBACKS, contract_of, learned_settings
 
-# One command for each schema, so that each of its fields can be flipped on it.
+# One command for each schema, on which each field of the schema can be changed.
 COMMANDS = {
     "model.bundled": ["model=smollm2_135m"],
     "model.hf": ["model=hf", "model.id=somewhere/absent"],
@@ -68,7 +68,7 @@ COMMANDS = {
     "policy.eval_gate": ["policy=eval_gate"],
     "study.study": ["study=double_quant"],
 }
-# What another value of a setting is where a number plus one or a longer text is none.
+# The other value of settings for which number + 1 or a longer text is not valid.
 OTHER = {
     "data.path": "other.jsonl",
     "data.val_path": "validation.jsonl",
@@ -80,12 +80,12 @@ OTHER = {
 
 
 def leaves():
-    """List every leaf of every schema: the command it lives on, and its dotted path."""
+    """List every leaf of every schema: the command that has it, and its dotted path."""
     root = dataclasses.fields(RunConfig)
     found = {("", path) for field in root if field.name not in SCHEMAS for path in inside(field)}
     for group, schemas in SCHEMAS.items():
         if group == "callbacks":
-            continue  # told apart by class, below
+            continue  # distinguished by class, below
         for name, schema in schemas.items():
             fields = [path for field in dataclasses.fields(schema) for path in inside(field)]
             found |= {(f"{group}.{name}", f"{group}.{path}") for path in fields}
@@ -93,7 +93,7 @@ def leaves():
 
 
 def inside(field):
-    """Return the leaf that a field is, or those of the section that it holds."""
+    """Return the leaf of a field, or the leaves of the section that it holds."""
     if not dataclasses.is_dataclass(field.default_factory):
         return [field.name]
     section = dataclasses.fields(field.default_factory)
@@ -101,7 +101,7 @@ def inside(field):
 
 
 LEAVES = leaves()
-# Settings that have one value so far.
+# Settings with only one value so far.
 SINGLE = {"format"}
 
 
@@ -117,7 +117,7 @@ def base(command):
 
 
 def other(path, value):
-    """Return another value of the same type."""
+    """Return a different value of the same type."""
     if path in OTHER:
         return OTHER[path]
     if isinstance(value, Enum):
@@ -142,7 +142,7 @@ def flipped(config, path):
 
 
 def test_every_setting_is_declared():
-    """The table by path has each leaf of each schema, and nothing that is gone."""
+    """The table has exactly the leaves of all schemas."""
     paths = {path for _, path in LEAVES}
     sections = {path.rpartition(".")[0] for path in paths} - {""}
     declared = {path for path in declarations() if not path.startswith("callbacks.")}
@@ -150,13 +150,13 @@ def test_every_setting_is_declared():
 
 
 def test_every_key_of_the_root_says_whether_it_changes_what_is_learned():
-    """Sections and groups included, whose settings are alike unless they say otherwise."""
+    """Sections and groups too; their settings inherit the effect unless they declare another."""
     root = [declarations()[field.name] for field in dataclasses.fields(RunConfig)]
     assert all(one.changes is not None for several in root for one in several)
 
 
 def test_schemas_of_a_group_agree_on_the_effect_of_a_setting():
-    """One path has one effect, whichever option is chosen."""
+    """A path has the same effect, whichever option is chosen."""
     for path, several in declarations().items():
         assert len({one.changes for one in several} - {None}) <= 1, path
 
@@ -166,7 +166,7 @@ FLIPPED = [leaf for leaf in LEAVES if leaf[1] not in SINGLE]
 
 @pytest.mark.parametrize(("command", "path"), FLIPPED, ids=lambda value: str(value) or "root")
 def test_digest_moves_exactly_with_what_changes_what_is_learned(command, path):
-    """Each field flipped on its own."""
+    """One field is changed at a time."""
     before = contract_of(base(command)).digest
     after = contract_of(flipped(base(command), path)).digest
     assert (before != after) == (effect_of(path) is Effect.TRAINING)
@@ -182,16 +182,16 @@ def test_digest_moves_exactly_with_what_changes_what_is_learned(command, path):
     ids=["default", "trl_like", "proxy"],
 )
 def test_what_changes_learning_is_as_it_was_when_records_were_made(command, literal):
-    """Another digest makes today's runs incomparable with all recorded ones: it needs a version.
+    """With another digest, earlier records can no longer be compared: that needs a new version.
 
-    A changed default is a changed contract too; only then may the literal change.
+    A changed default also changes the contract; only then may the literal change.
     """
     assert digest(learned_settings(typed(compose([command])[0].values))) == literal
 
 
 @pytest.mark.parametrize("option", group_options()["callbacks"])
 def test_our_callbacks_only_record(option):
-    """Without them the contract is the same, but for the one that ends a run early."""
+    """Without them the digest is the same, except for early stopping, which can end a run."""
     bare, with_it = (
         contract_of(typed(compose([["model=tiny_llama", f"callbacks={name}"]])[0].values))
         for name in ("minimal", option)
@@ -202,7 +202,7 @@ def test_our_callbacks_only_record(option):
 @pytest.mark.parametrize("chooser", ["callbacks=[default,early_stopping]", "adapter.select=best"])
 @pytest.mark.parametrize("more", ["trainer.val_check_interval=7", "data.val_max_tokens=77"])
 def test_validation_counts_where_it_chooses(tiny_config, chooser, more):
-    """How often and on how much is validated decides which adapter is left."""
+    """Its frequency and size affect the kept adapter only if something selects by validation."""
     assert contract_of(tiny_config()).digest == contract_of(tiny_config(more)).digest
     chosen = contract_of(tiny_config(chooser))
     assert chosen.digest != contract_of(tiny_config(chooser, more)).digest
@@ -217,7 +217,7 @@ BY_KPI = (*LOOKING, "adapter.select=best", "adapter.metric=parse_rate")
     ["callbacks.scorecard.every_n_steps=1", "callbacks.scorecard.items=3", "suite.items=7"],
 )
 def test_a_scorecard_counts_where_it_chooses(tiny_config, more):
-    """Which items are asked, and how often, decides which adapter is left, and only then."""
+    """Its items and frequency affect the contract only if adapters are selected by its score."""
     looking = contract_of(tiny_config(*LOOKING)).digest
     assert looking == contract_of(tiny_config()).digest
     assert looking == contract_of(tiny_config(*LOOKING, more)).digest
@@ -227,7 +227,7 @@ def test_a_scorecard_counts_where_it_chooses(tiny_config, more):
 
 
 def test_files_that_a_glob_finds_are_those_that_are_named(tiny_config, rows):
-    """Another spelling of the same rows."""
+    """Both describe the same rows."""
     one, two = (
         contract_of(tiny_config("data=jsonl", f"data.path={path}")).digest
         for path in (rows, rows.with_name("r*.jsonl"))
@@ -236,24 +236,24 @@ def test_files_that_a_glob_finds_are_those_that_are_named(tiny_config, rows):
 
 
 def test_recording_callbacks_exist():
-    """The table names classes by path; a moved one would silently count as learned."""
+    """The table names classes by path; after a move, a class would count as training."""
     assert all(get_class(path) for path in RECORDING_CALLBACKS)
 
 
 def test_callback_of_the_users_own_is_part_of_the_contract(
     tiny_config,
 ):
-    """What is unknown counts: two runs are told apart rather than taken for one."""
+    """Two runs are distinguished rather than wrongly taken to be the same."""
     config = tiny_config()
     before = contract_of(config).digest
     config.callbacks = {**config.callbacks, "mine": dataclasses.replace(config.callbacks["facts"])}
-    config.callbacks["mine"]._target_ = "my_callbacks.Mine"  # Hydra's own spelling
+    config.callbacks["mine"]._target_ = "my_callbacks.Mine"  # Hydra's own key
     assert learned_settings(config)["callbacks.mine._target_"] == "my_callbacks.Mine"
     assert contract_of(config).digest != before
 
 
 def test_rows_are_their_content_not_their_name(tiny_config, rows, tmp_path):
-    """A copy is the same contract, one changed letter another."""
+    """A copy gives the same digest; one changed letter gives another."""
     copy = tmp_path / "copy.jsonl"
     copy.write_bytes(rows.read_bytes())
     digests = [
@@ -265,7 +265,7 @@ def test_rows_are_their_content_not_their_name(tiny_config, rows, tmp_path):
 
 
 def test_generated_rows_are_what_makes_them(tiny_config, monkeypatch):
-    """The same settings under another generator are another contract, whatever the run's seed."""
+    """The same settings with another version of the generator give another digest."""
     contract = contract_of(tiny_config("data=synthetic"))
     assert str(contract.data.generated_from).startswith("generator ")
     monkeypatch.setattr(synthetic, "generator_sha256", lambda: "0" * 64)
@@ -275,7 +275,7 @@ def test_generated_rows_are_what_makes_them(tiny_config, monkeypatch):
 
 
 def test_order_of_targets_means_nothing(tiny_config):
-    """They are a set."""
+    """Targets are a set."""
     one, two = (
         contract_of(tiny_config(f"lora.targets=[{names}]")).digest
         for names in ("q_proj,v_proj", "v_proj,q_proj")
@@ -293,7 +293,7 @@ def test_order_of_targets_means_nothing(tiny_config):
     ],
 )
 def test_order_of_patterns_counts(tiny_config, setting, wide, narrow):
-    """The last one that matches applies, so that the other order is another run."""
+    """The last matching pattern applies, so another order is another run."""
     one, two = (
         contract_of(tiny_config(f"{setting}={{{listed}}}"))
         for listed in (f"{wide},{narrow}", f"{narrow},{wide}")
@@ -305,7 +305,7 @@ def test_order_of_patterns_counts(tiny_config, setting, wide, narrow):
 def test_contract_carries_the_names_that_decide_the_kernel(
     tiny_config,
 ):
-    """Typed parts beside the settings, frozen."""
+    """The typed parts of the contract are frozen."""
     contract = contract_of(tiny_config("lora.r=4", "quant=fp4", "trainer.max_steps=7"))
     assert (contract.adapter.method, contract.adapter.rank) == ("qlora", 4)
     assert (contract.quant.base, contract.quant.double_quant) == ("fp4", True)
@@ -317,7 +317,7 @@ def test_contract_carries_the_names_that_decide_the_kernel(
 
 
 def test_digest_covers_the_parts(tiny_config):
-    """A contract that was made by hand is told apart too; its provenance and target are not."""
+    """A handmade contract with other parts differs; provenance and target do not count."""
     contract = contract_of(tiny_config())
 
     def changed(part, **values):
@@ -332,7 +332,7 @@ def test_digest_covers_the_parts(tiny_config):
 
 
 def test_record_is_plain_json(tiny_config):
-    """It goes into the manifest as it is."""
+    """The record is written to the manifest unchanged."""
     record = contract_of(tiny_config()).record()
     assert json.loads(json.dumps(record)) == record
     assert record["digest"] == contract_of(tiny_config()).digest
@@ -353,7 +353,7 @@ def test_origin_is_what_the_model_card_states(
     licence,
     required,
 ):
-    """The licence as stated; what it asks where that is known, else null with the reason."""
+    """The licence's requirements are stated if known, else null with the reason."""
     directory = card(Path(shutil.copytree(tiny_base.directory, tmp_path / "base")), licence)
     contract = contract_of(tiny_config("model=hf", f"model.id={directory}"))
     assert contract.record()["provenance"] == {
@@ -370,7 +370,7 @@ def test_origin_is_what_the_model_card_states(
 def test_origin_of_a_bundled_model_is_the_configuration_s(
     tiny_config,
 ):
-    """SmolLM2's Apache-2.0 asks for its notice."""
+    """SmolLM2's licence, Apache-2.0, requires attribution."""
     part = contract_of(tiny_config("model=smollm2_135m")).provenance
     assert (part.license_class, part.attribution_required) == ("Apache-2.0", True)
     assert part.unknown == {}
@@ -379,7 +379,7 @@ def test_origin_of_a_bundled_model_is_the_configuration_s(
 def test_origin_that_nobody_states_is_null_with_its_reason(
     tiny_config,
 ):
-    """Random weights have no publisher, a directory that is absent no family either."""
+    """Random weights have no publisher; a missing directory has no known family either."""
     random = contract_of(tiny_config())
     assert random.provenance.attribution_required is None
     assert [path.rpartition(".")[2] for path in random.unknown] == [
@@ -391,7 +391,7 @@ def test_origin_that_nobody_states_is_null_with_its_reason(
 
 
 def test_sources_of_a_mix_are_their_content_and_weight(tiny_config, tmp_path):
-    """Where a file lies and how the record calls it mean nothing; a weight and a row do."""
+    """A file's path and a source's name do not count; its weight, filter and rows do."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "p", "response": "r"}\n', "utf-8")
     copy_ = tmp_path / "copy.jsonl"

@@ -15,7 +15,7 @@ LIMIT = "data.contract.min_supervised_frac"
 
 
 def warm(config, base, cache, *, certify):
-    """Encode as a run does, and certify the training side where it gets so far."""
+    """Encode rows as a run does, and optionally write the certificate of the training side."""
     tokenizer = HfTokenizer.from_directory(base.directory)
     rows = load_rows(config.data, cache)
     for side in (Side.TRAIN, Side.VAL):
@@ -29,7 +29,7 @@ def warm(config, base, cache, *, certify):
 
 @pytest.fixture
 def config(tiny_config, rows_file):
-    """Configure a run on sixty rows; the tokenizer decides nothing but the cache's key."""
+    """Configure a run on sixty rows."""
 
     def made(*overrides):
         return tiny_config("data=jsonl", f"data.path={rows_file}", *overrides)
@@ -38,7 +38,7 @@ def config(tiny_config, rows_file):
 
 
 def test_a_plan_tells_the_token_part_once_a_run_has_made_it(config, tiny_base, tmp_path):
-    """Not while nothing is encoded, nor where the encoding alone is there."""
+    """Encoded rows without a certificate are not enough."""
     asked = config()
     warm(asked, tiny_base, tmp_path, certify=False)
     (tmp_path / "models").mkdir(exist_ok=True)
@@ -48,7 +48,7 @@ def test_a_plan_tells_the_token_part_once_a_run_has_made_it(config, tiny_base, t
 def test_a_plan_with_a_warm_cache_shows_roles_and_what_training_would_refuse(
     config, tiny_base, cache
 ):
-    """Limits that the command tightens count for the plan, too."""
+    """A stricter limit in the command applies to the plan, too."""
     warm(config(), tiny_base, cache, certify=True)
     plan = make_plan(config(), cache)
     told = plan["data"]["contract"]
@@ -69,7 +69,7 @@ def test_a_plan_with_a_warm_cache_shows_roles_and_what_training_would_refuse(
     ],
 )
 def test_limits_that_nothing_is_held_against_are_refused(config, overrides, key):
-    """A setting that does nothing is an error that names the combination."""
+    """The message names the combination in which the limit has no effect."""
     (problem,) = ineffective_overrides(config(*overrides), [key])
     assert problem.where == key
     assert "has no effect with" in problem.what
@@ -77,5 +77,5 @@ def test_limits_that_nothing_is_held_against_are_refused(config, overrides, key)
 
 @pytest.mark.parametrize("overrides", [(), ("task=plan",), ("objective=causal",)])
 def test_limits_that_count_are_accepted(config, overrides):
-    """In a plan, too, which is of the run."""
+    """A plan accepts them too, since it plans the run."""
     assert ineffective_overrides(config(*overrides), [LIMIT, "data.contract.probe"]) == []

@@ -10,8 +10,8 @@ def changed(*overrides):
     return non_default_settings(typed(compose([overrides])[0].values), overrides)
 
 
-# The rows of PEERS, table 2.2, that are not ours, and the rates in the releases that the presets
-# name: value there, value here.
+# Rows of PEERS, table 2.2, in which the tools differ from mens_exp, and learning rates of the
+# releases that the presets name: value there, value here.
 PEERS = {
     "trl_like": {
         "data.seq_len": (1024, 512),
@@ -40,7 +40,7 @@ PEERS = {
 
 @pytest.mark.parametrize("preset", PEERS)
 def test_preset_of_a_peer_differs_where_the_table_does(preset):
-    """And nowhere else."""
+    """There are no other differences."""
     expected = {
         path: {"found": theirs, "default": ours} for path, (theirs, ours) in PEERS[preset].items()
     }
@@ -48,19 +48,19 @@ def test_preset_of_a_peer_differs_where_the_table_does(preset):
 
 
 def test_axolotl_s_codes_lie_in_bf16():
-    """The container of the codes changes nothing that is learned, so it is no difference."""
+    """The storage dtype of quantized codes does not affect training, so it is no difference."""
     config = typed(compose([["preset=axolotl_like"]])[0].values)
     assert config.quant.storage_dtype.value == "bf16"
 
 
 def test_override_over_a_preset_is_what_counts():
-    """Back to our own value it is no difference; a new one is."""
+    """An override back to the default value is no difference; a new value is one."""
     found = changed("preset=litgpt_like", "seed=42", "optim.lr=1e-5")
     assert found.keys() == {"lora.r", "lora.targets", "quant.double_quant", "optim.lr"}
 
 
 def test_setting_that_our_defaults_lack_has_no_default_beside_it():
-    """Such as the rows of a file."""
+    """The path of the rows is an example."""
     assert changed("data=jsonl", "data.path=r.jsonl")["data.path"] == {"found": "r.jsonl"}
 
 
@@ -68,7 +68,7 @@ def test_setting_that_our_defaults_lack_has_no_default_beside_it():
     "overrides", [(), ("task=plan",), ("task=plan", "hydra.run.dir=x"), ("seed=42",)]
 )
 def test_command_that_says_nothing_differs_in_nothing(tiny_config, overrides):
-    """The first three do not even compose the defaults."""
+    """The first three commands do not even compose the defaults."""
     assert changed(*overrides) == {}
     if overrides != ("seed=42",):
         assert non_default_settings(tiny_config("lora.r=3"), overrides) == {}
@@ -77,7 +77,7 @@ def test_command_that_says_nothing_differs_in_nothing(tiny_config, overrides):
 def test_command_that_is_not_known_is_compared_in_full(
     tiny_config,
 ):
-    """A run that goes on under other settings differs, whatever it began with."""
+    """For a resumed run with other settings, the original command does not count."""
     assert non_default_settings(tiny_config("lora.r=3"), None)["lora.r"] == {
         "default": 16,
         "found": 3,

@@ -26,7 +26,7 @@ from mens_exp.rows.encode import encode
 from mens_exp.tokenizer.implementations import HfTokenizer
 from mens_exp.training.optimizer import build_optimizer
 
-# Each marker of ChatML is one token, here written x; then a hundred letters and the end marker.
+# Each ChatML marker is one token, written as x; then 100 letters and the end marker.
 ROW_TOKENS = len("xuser\npNx\nxassistant\n") + 101
 
 
@@ -42,7 +42,7 @@ def on_rows(tiny_config, rows):
 
 
 def warm(config, base, cache):
-    """Encode train and validation as a run does; return the documents of each."""
+    """Encode both sides as a run does; return the number of documents of each."""
     tokenizer = HfTokenizer.from_directory(base.directory)
     rows = load_rows(config.data, cache)
     documents = {}
@@ -79,7 +79,7 @@ def test_warm_plan_counts_exactly(on_rows, tiny_base, cache):
 
 
 def test_a_split_by_few_prompts_is_told(tiny_config, cache, tmp_path):
-    """Four prompts for a hundred rows: at most two of them can train."""
+    """A hundred rows with four prompts: at most two of these can be trained on."""
     lines = [{"prompt": f"Where is item {n % 4}?", "response": f"Shelf {n}."} for n in range(100)]
     file = tmp_path / "few.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
@@ -92,7 +92,7 @@ def test_a_split_by_few_prompts_is_told(tiny_config, cache, tmp_path):
 
 
 def test_cold_plan_of_a_file_encodes_some_rows(on_rows, tiny_base, cache):
-    """Its rows are alike, so that a few of them tell the tokens of all, to the token."""
+    """The rows are alike, so a sample gives the exact number of tokens."""
     data = make_plan(on_rows("data.seq_len=500"), cache)["data"]
     assert not data["exact"]
     assert "encoded rows; the others not encoded yet" in data["basis"]
@@ -100,7 +100,7 @@ def test_cold_plan_of_a_file_encodes_some_rows(on_rows, tiny_base, cache):
 
 
 def test_cold_plan_without_a_tokenizer_estimates_and_says_so(on_rows, cache, monkeypatch):
-    """Rows are counted; tokens come from their characters, none over the limit."""
+    """Rows are counted; tokens are estimated from characters and limited to seq_len."""
     monkeypatch.setattr(estimate, "ready_directory", lambda *_: None)
     config = on_rows("data.seq_len=64", "objective=causal")
     data = make_plan(config, cache)["data"]
@@ -111,7 +111,7 @@ def test_cold_plan_without_a_tokenizer_estimates_and_says_so(on_rows, cache, mon
 
 
 def test_other_length_than_the_cached_one_is_cold(on_rows, tiny_base, cache):
-    """What was encoded for another limit is not taken for this one."""
+    """Documents that were encoded for another length are not used."""
     warm(on_rows(), tiny_base, cache)
     assert not make_plan(on_rows("data.seq_len=500"), cache)["data"]["exact"]
 
@@ -120,13 +120,13 @@ def test_other_length_than_the_cached_one_is_cold(on_rows, tiny_base, cache):
 def test_the_plan_counts_a_shared_prompt_once(
     tiny_config, tiny_base, cache, tmp_path, monkeypatch, has_tokenizer
 ):
-    """By tokens, with the template's; by characters of the rows where there is no tokenizer."""
+    """In tokens, with the template's; without a tokenizer, in characters of the rows."""
     rows = [{"prompt": f"{n:139d}", "chosen": "y" * 40, "rejected": "n" * 40} for n in range(10)]
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     if not has_tokenizer:
         monkeypatch.setattr(estimate, "ready_directory", lambda *_: None)
-    template = len("xuser\nx\nxassistant\n"), 1  # each marker of ChatML is one token
+    template = len("xuser\nx\nxassistant\n"), 1  # each ChatML marker is one token
     prompt, answer = 139 + template[0] * has_tokenizer, 40 + template[1] * has_tokenizer
     words = ("data=jsonl", f"data.path={path}", "data.val_frac=0.2", "objective=orpo")
     words += ("trainer.max_steps=-1", "trainer.max_epochs=4", "data.seq_len=512")
@@ -141,7 +141,7 @@ def test_the_plan_counts_a_shared_prompt_once(
 
 
 def test_half_warm_cache_is_cold(on_rows, tiny_base, cache):
-    """Training rows alone are not all that the run will read."""
+    """The run also reads the validation side."""
     config = on_rows("data.seq_len=300")
     warm(config, tiny_base, cache)
     rows, tokenizer = load_rows(config.data, cache), HfTokenizer.from_directory(tiny_base.directory)
@@ -150,14 +150,14 @@ def test_half_warm_cache_is_cold(on_rows, tiny_base, cache):
 
 
 def test_model_that_is_not_made_yet_is_cold(on_rows, tiny_base, cache):
-    """Without its tokenizer nothing can be counted."""
+    """Without the model's tokenizer nothing can be counted."""
     warm(on_rows(), tiny_base, cache)
     other = on_rows("model.init_seed=12345")
     assert not make_plan(other, cache)["data"]["exact"]
 
 
 def test_cold_plan_of_the_library_reads_file_sizes(tiny_config, tmp_path):
-    """No extraction for a plan: rows are unknown, tokens marked as an estimate."""
+    """Planning does not extract: rows are unknown, and tokens are marked as estimated."""
     data = make_plan(tiny_config(), tmp_path)["data"]
     assert data["train_rows"] is None
     assert (data["exact"], data["basis"]) == (
@@ -166,12 +166,12 @@ def test_cold_plan_of_the_library_reads_file_sizes(tiny_config, tmp_path):
     )
     assert data["train_tokens"] > 10 * data["val_tokens"] > 0
     assert data["longest_tokens"] == 512
-    assert data["typical_tokens"] == pytest.approx(328, rel=0.02)  # as counted from a warm cache
+    assert data["typical_tokens"] == pytest.approx(328, rel=0.02)  # the value with a warm cache
     assert list(tmp_path.iterdir()) == []
 
 
 def test_cold_plan_of_generated_rows_generates_none(tiny_config, tmp_path, monkeypatch):
-    """Rows are those asked for; tokens are about what a warm cache gives, marked as an estimate."""
+    """Rows are the configured number; tokens are within 15 % of the real ones."""
     config = tiny_config("data=synthetic", "data.rows=400", "data.repair_frac=0.5")
     with monkeypatch.context() as patch:
         patch.setattr(generate, "generate", None)
@@ -188,9 +188,9 @@ def test_cold_plan_of_generated_rows_generates_none(tiny_config, tmp_path, monke
 
 
 def test_plan_states_steps_and_tokens(on_rows, tiny_base, cache):
-    """Of 511 tokens × 2 sequences × 3 micro-batches, seven times; once encoded, without the room.
+    """511 tokens * 2 sequences * 3 micro-batches, 7 steps; once encoded, without padding.
 
-    Four rows fill a block, so that six rows are two blocks, 21 times each.
+    Four rows fit into a block, so six rows are two blocks, each read 21 times.
     """
     config = on_rows(
         *("data.micro_batch_size=2", "trainer.accumulate_grad_batches=3", "trainer.max_steps=7"),
@@ -205,7 +205,7 @@ def test_plan_states_steps_and_tokens(on_rows, tiny_base, cache):
 
 
 def test_epochs_are_counted_in_sequences(on_rows, tiny_base, cache):
-    """Packed by tokens, padded by rows; a started step counts whole."""
+    """Blocks with packing, rows without; a partial step counts as one."""
     overrides = ["trainer.max_steps=-1", "trainer.max_epochs=3", "data.seq_len=256"]
     config = on_rows(*overrides)
     rows = warm(config, tiny_base, cache)[Side.TRAIN]
@@ -226,7 +226,7 @@ def test_the_nearer_limit_bounds_the_steps(
     blocks,
     steps,
 ):
-    """Two by two blocks a step; unknown blocks leave max_epochs without a meaning."""
+    """Four blocks a step; if their number is unknown, max_epochs gives no limit."""
     config = on_rows(
         f"trainer.max_steps={max_steps}",
         f"trainer.max_epochs={max_epochs}",
@@ -237,7 +237,7 @@ def test_the_nearer_limit_bounds_the_steps(
 
 
 def test_unknown_steps_make_time_unknown(tiny_config, tmp_path):
-    """Null with the reason, not a guess."""
+    """The estimate is null and has a reason."""
     config = tiny_config(
         "trainer.max_steps=-1", "trainer.max_epochs=1", "data.packing=false", "trainer=cpu"
     )
@@ -265,7 +265,7 @@ def test_time_on_a_gpu_is_unknown_and_says_why(
     cuda,
     known,
 ):
-    """No rate has been measured there; where a GPU would be used, the CPU's is no answer."""
+    """No rate was measured there, and the CPU's is not used instead."""
     answer = ("a GPU", 80 << 30, 79 << 30, "9.0") if gpu else None
     monkeypatch.setattr(machine, "_gpu", lambda: answer)
     monkeypatch.setattr(machine, "_torch", lambda: ("2.13.0", cuda))
@@ -276,7 +276,7 @@ def test_time_on_a_gpu_is_unknown_and_says_why(
 
 
 def test_estimates_move_with_what_they_depend_on(tiny_config, cache):
-    """More steps take longer; f32 takes longer and more memory; half the rank trains half."""
+    """More steps take longer, float32 takes more of both, and half the rank trains half as much."""
 
     def plan(*overrides):
         values = compose([["trainer=cpu", *overrides]])[0].values
@@ -302,7 +302,7 @@ def test_estimates_move_with_what_they_depend_on(tiny_config, cache):
 def test_the_plan_says_what_ends_the_run_and_how_many_epochs_that_is(
     on_rows, cache, overrides, bound
 ):
-    """Epochs are whole; steps are a share of one, or several."""
+    """With max_epochs it is a whole number, with max_steps any fraction."""
     plan = make_plan(on_rows(*overrides), cache)
     assert plan["bound"] == bound
     if bound == "trainer.max_epochs":
@@ -313,7 +313,7 @@ def test_the_plan_says_what_ends_the_run_and_how_many_epochs_that_is(
 
 
 def test_memory_is_the_sum_of_its_components(on_rows, cache):
-    """Each named, and inside its interval; the lower bound counts no long document."""
+    """The estimate is inside its interval."""
     plan = make_plan(on_rows(), cache)
     memory = plan["memory_bytes"]
     assert memory["estimate"] == sum(memory["components"].values())
@@ -337,7 +337,7 @@ def test_memory_is_the_sum_of_its_components(on_rows, cache):
     ],
 )
 def test_memory_counts_the_optimizer_s_own_state(on_rows, cache, option, state):
-    """Beside four bytes of gradient; the scales of 8-bit blocks are a sixty-fourth more."""
+    """Gradients take 4 bytes more; scales of 8-bit blocks add 1/64."""
     plan = make_plan(on_rows(*f"optim={option}".split()), cache)
     components, parameters = plan["memory_bytes"]["components"], plan["trainable_parameters"]
     assert components["optimizer"] == pytest.approx(state * parameters, rel=0.016)
@@ -363,7 +363,7 @@ OPTIMIZERS = {
 def test_the_planned_state_is_that_of_the_optimizer(
     on_rows, cache, tiny_backend, request, option, more
 ):
-    """After one step over a real graph, to the counters of a step."""
+    """The oracle is a real optimizer's state after one step, without its step counters."""
     if option.startswith("apollo"):
         request.getfixturevalue("apollo")
     overrides = (f"optim={option.split()[0]}", *more)
@@ -386,7 +386,7 @@ def test_the_planned_state_is_that_of_the_optimizer(
 
 @pytest.mark.parametrize("option", ["lora", "ia3", "loha", "lokr", "adalora", "vera", "randlora"])
 def test_planned_parameters_are_those_of_the_graph(on_rows, cache, tiny_backend, option):
-    """Counted from shapes, and in the model; updates of whole weights are a component."""
+    """The oracle is the real model; methods that build whole updates have a component for them."""
     overrides = () if option == "lora" else (f"lora={option}", "lora.r=3")
     if option in {"ia3", "adalora"}:
         overrides = (f"lora={option}",)
@@ -398,14 +398,14 @@ def test_planned_parameters_are_those_of_the_graph(on_rows, cache, tiny_backend,
 
 
 def test_checkpointing_costs_time_and_saves_memory(on_rows, cache):
-    """One layer whole and every layer's input, 64 wide; the plan says that it is on."""
+    """By hand, width 64: one whole layer, and the input of every layer; the plan mentions it."""
     settings = ("lora.dropout=0", "data.seq_len=64", "quant.compute_dtype=bf16")
     plans = [
         make_plan(on_rows(*settings, f"model.gradient_checkpointing={value}"), cache)
         for value in ("off", "on")
     ]
     plain, again = (plan["memory_bytes"]["components"]["activations"] for plan in plans)
-    # A token of a layer: two f32 residuals; q, k and v; gate, up and their product; three inputs
+    # Per token and layer: two f32 residuals; q, k and v; gate, up and their product; three inputs
     # of width 64 and one of 128; seven outputs of A.
     layer = 2 * 4 * 64 + 2 * (64 + 2 * 32 + 3 * 128 + 3 * 64 + 128 + 7 * 16)
     assert plain == 64 * 2 * layer
@@ -424,7 +424,7 @@ def test_checkpointing_costs_time_and_saves_memory(on_rows, cache):
     ],
 )
 def test_memory_is_within_a_tenth_and_a_bit_of_what_was_measured(cache, settings, measured):
-    """SmolLM2-135M on two cores, suite=none: experiments/LOG.md."""
+    """SmolLM2-135M on two cores with suite=none, as measured in experiments/LOG.md."""
     size, accumulate, value = settings
     overrides = [
         *("trainer=cpu", "suite=none"),
@@ -437,19 +437,19 @@ def test_memory_is_within_a_tenth_and_a_bit_of_what_was_measured(cache, settings
 
 
 def test_machine_without_a_core_count_is_planned_for(on_rows, cache, monkeypatch):
-    """Some containers do not tell; one core is assumed, and said."""
+    """In some containers it is unknown; one core is assumed, and the plan says so."""
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: None)
     assert "on 1 CPU cores" in make_plan(on_rows(), cache)["time_s"]["basis"]
 
 
 def test_plan_is_plain_json(on_rows, cache):
-    """It is written as it is."""
+    """The plan is written unchanged."""
     plan = make_plan(on_rows(), cache)
     assert json.loads(json.dumps(plan, allow_nan=False)) == plan
 
 
 def test_planning_imports_nothing_heavy(rows):
-    """In a fresh interpreter, from composing to the plan."""
+    """A new interpreter composes, checks and plans without the heavy libraries."""
     code = (
         "import sys\n"
         "from mens_exp.config.compose import compose, typed\n"
@@ -473,19 +473,19 @@ def test_planning_imports_nothing_heavy(rows):
 
 
 def test_what_the_targets_match_is_planned(on_rows, cache):
-    """Modules, exact trainable parameters, and what is not as usual, before torch is imported."""
+    """Modules, exact number of parameters and unusual settings, before torch is imported."""
     plan = make_plan(
         on_rows("lora.targets=[qv,lm_head]", "lora.variant=rslora", "lora.rank_pattern={qv:4}"),
         cache,
     )
     assert plan["lora_modules"] == "q, v in 2 of 2 layers; lm_head: 5 modules"
-    # Inputs of 64; q has 64 outputs, v 32, the head 320.
+    # Inputs have width 64; q has 64 outputs, v 32, the head 320.
     assert plan["trainable_parameters"] == 2 * 4 * (128 + 96) + 16 * 384
     assert plan["lora"] == "qv+lm_head, rslora, r 16 and others, alpha 16, dropout 0.05"
 
 
 def test_a_start_that_changes_the_base_keeps_the_plain_one_too(on_rows, cache):
-    """PiSSA, and LoftQ from its second round on: half a byte and a bit for each adapted weight."""
+    """PiSSA, and LoftQ from two iterations on: half a byte and a bit per adapted weight."""
 
     def parts(*overrides):
         return make_plan(on_rows(*overrides), cache)["memory_bytes"]["components"]

@@ -1,4 +1,4 @@
-"""Extended runs: the steps that they took under another total, and what depends on it."""
+"""Extended runs: steps taken under an earlier total, and what depends on the total."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ def pairs(extensions):
     ("earlier", "before", "after", "step", "expected"),
     [
         ([], 3, 6, 3, [(3, 3)]),
-        ([], 6, 6, 3, []),  # merely resumed
+        ([], 6, 6, 3, []),  # only resumed
         ([], 3, 6, 0, []),  # every step is taken again
         ([(3, 3)], 6, 6, 5, [(3, 3)]),
         ([(3, 3)], 6, 6, 2, [(2, 3)]),  # step 3 is taken again
         ([(3, 3)], 6, 6, 0, []),
         ([(3, 3)], 6, 9, 6, [(3, 3), (6, 6)]),
-        ([(3, 3)], 6, 9, 3, [(3, 3)]),  # no step was taken with 6
+        ([(3, 3)], 6, 9, 3, [(3, 3)]),  # no step was taken under 6
         ([(3, 3), (6, 6)], 9, 12, 5, [(3, 3), (5, 6)]),
     ],
 )
 def test_extensions_are_where_the_total_of_the_steps_that_remain_changes(
     earlier, before, after, step, expected
 ):
-    """Steps after the one that a run is resumed from are taken again, with the last total."""
+    """Steps after the resumed checkpoint are repeated, under the newest total."""
     known = [Extension(step=at, total=total) for at, total in earlier]
     assert pairs(continued(known, before, after, step)) == expected
 
 
 def test_each_attempt_has_the_rates_of_its_own_total():
-    """Half a cosine over three steps, then what remains of one over six."""
+    """Half a cosine over three steps, then the second half of one over six."""
     schedule = CosineConfig(warmup_steps=0)
     laid = ByAttempts(
         kind=schedule.kind, schedule=schedule, extensions=[Extension(step=3, total=3)]
@@ -64,7 +64,7 @@ def test_each_attempt_has_the_rates_of_its_own_total():
     [
         (["schedule=cosine", "schedule.warmup_steps=0"], 10, RATES),
         (["schedule=linear", "schedule.warmup_steps=0"], 5, RATES),
-        (["schedule=cosine", "schedule.warmup_steps=4"], 4, []),  # the warm-up alone
+        (["schedule=cosine", "schedule.warmup_steps=4"], 4, []),  # only warm-up
         (["schedule=cosine", "schedule.warmup_steps=4"], 6, RATES),
         (["schedule=constant", "schedule.warmup_steps=2"], 10, []),
         (["schedule=constant", "schedule.warmup_frac=0.2"], 10, RATES),  # of 2 steps, or of 4
@@ -77,7 +77,7 @@ def test_each_attempt_has_the_rates_of_its_own_total():
     ids=str,
 )
 def test_only_what_depends_on_the_total_differs(tiny_config, overrides, step, expected):
-    """Ten steps that became twenty."""
+    """A run of ten steps that was extended to twenty."""
     config = tiny_config("trainer.max_steps=20", *overrides)
     found = differences(config, [Extension(step=step, total=10)])
     assert found == (["the allocation of ranks"] if expected == ["ranks"] else expected)
@@ -96,7 +96,7 @@ def test_only_what_depends_on_the_total_differs(tiny_config, overrides, step, ex
 def test_the_validation_at_the_end_of_the_shorter_run_may_select_an_adapter(
     tiny_config, overrides, step, differs
 ):
-    """20 micro-batches are a multiple of 4 and not of 8; without an interval, only ends count."""
+    """20 micro-batches are a multiple of 4 but not of 8; without an interval, only ends count."""
     usual = ("trainer.max_steps=20", "schedule=constant", "schedule.warmup_steps=0")
     found = [Extension(step=step, total=10)]
     config = tiny_config(*usual, "adapter.select=best", *overrides)
@@ -105,7 +105,7 @@ def test_the_validation_at_the_end_of_the_shorter_run_may_select_an_adapter(
 
 
 def test_a_class_of_the_users_counts_if_it_is_given_the_number_of_steps(tiny_config):
-    """Torch's StepLR has no argument of that name, and OneCycleLR has."""
+    """OneCycleLR has an argument total_steps, StepLR does not."""
     usual = tiny_config("trainer.max_steps=20", "schedule=constant", "schedule.warmup_steps=0")
     found = [Extension(step=5, total=10)]
     for name, expected in (("StepLR", []), ("OneCycleLR", ["the schedule's total_steps"])):
@@ -117,7 +117,7 @@ def test_a_class_of_the_users_counts_if_it_is_given_the_number_of_steps(tiny_con
 
 
 def test_the_digest_covers_extensions(tiny_config):
-    """Without one, a contract has the digest of a release that did not know them."""
+    """Without an extension, the digest is that of a release which did not know them."""
     config = tiny_config("trainer.max_steps=6")
     usual = contract_of(config).record()
     older = {**usual, "exec": {k: v for k, v in usual["exec"].items() if k != "extensions"}}
@@ -129,7 +129,7 @@ def test_the_digest_covers_extensions(tiny_config):
 
 
 def test_an_older_record_has_them_in_its_notes():
-    """A schedule that was laid anew from the beginning left no step of the other."""
+    """If the schedule was restarted from the first step, no step belongs to the other total."""
     laid = "the cosine schedule is laid over 6 steps from here on, so the rate of step"
     of_old = {"exec": {"max_steps": 6}}
     for step, expected in ((4, [(3, 3)]), (1, [])):
@@ -141,7 +141,7 @@ def test_an_older_record_has_them_in_its_notes():
 
 
 def test_words_name_both_totals():
-    """The second extension begins with the total of the first."""
+    """The second extension starts from the first one's total."""
     found = [{"step": 3, "total": 3}, {"step": 5, "total": 6}]
     assert extension_words({"exec": {"max_steps": 9, "extensions": found}}) == [
         "extended from 3 to 6 steps after step 3",

@@ -1,7 +1,7 @@
-"""The two figures of planning: how long it takes, and how much memory, in fresh processes.
+"""Time and memory that planning takes, in new processes.
 
-Time is that of the processor, over what a loop of plain Python takes in the same process: a busy or
-a slow machine changes both. benchmarks/planning.py prints the seconds.
+Time is processor time divided by that of a plain Python loop in the same process, because a busy
+or slow machine changes both alike. benchmarks/planning.py prints the seconds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import mens_exp
 from mens_exp.layout.hub import shipped_config
 
 SHARDS = 30
-LOOPS = 40  # measured: 27 to 29 beside five other programs; headroom is for what shares the caches
+LOOPS = 40  # measured: 27 to 29 beside five other programs; the rest is for shared caches
 
 MEASURED = """
 import json, resource, sys, time
@@ -44,7 +44,7 @@ print(json.dumps({
 
 
 def measured(directory, *overrides):
-    """Plan in a fresh process; return what it cost and the plan."""
+    """Plan in a new process; return its cost and the plan."""
     environment = {**os.environ, "PYTHONPATH": str(Path(mens_exp.__file__ or "").parents[1])}
     command = [*overrides, "task=plan", "logger=none", f"hydra.run.dir={directory / 'run'}"]
     done = subprocess.run(
@@ -61,7 +61,7 @@ def measured(directory, *overrides):
 
 
 def llama_70b(directory, tokenizer):
-    """Write a 70B-shaped model: real headers in 30 files, whose data are holes."""
+    """Write a 70B model with real headers in 30 sparse files."""
     config = shipped_config("meta-llama/Llama-3.1-70B-Instruct")
     assert config is not None
     directory.mkdir()
@@ -95,7 +95,7 @@ def llama_70b(directory, tokenizer):
 
 
 def test_seventy_billion_parameters_are_planned_from_headers(tiny_base, rows_file, tmp_path):
-    """Thirty shards of 141 GB in all: quickly, in under 200 MB, without torch."""
+    """30 shards of 141 GB in all: quickly, under 200 MB, and without torch."""
     model = tmp_path / "llama_70b"
     llama_70b(model, tiny_base.directory / "tokenizer.json")
     assert sum(file.stat().st_size for file in model.iterdir()) > 140e9
@@ -116,7 +116,7 @@ def test_seventy_billion_parameters_are_planned_from_headers(tiny_base, rows_fil
 
 
 def test_default_is_planned_quickly(tmp_path):
-    """The bare command, without torch."""
+    """The command without overrides, without torch."""
     cost, plan = measured(tmp_path)
     assert (cost["code"], cost["heavy"]) == (0, [])
     assert cost["loops"] < LOOPS

@@ -44,7 +44,7 @@ ENTRY = Entry(
 
 @pytest.fixture
 def ahead(tiny_config, tmp_path):
-    """Forecast tiny_llama on a device after runs that the ledger knows."""
+    """Forecast tiny_llama on a device, with given runs in the ledger."""
 
     def made(*known, device=CPU):
         ledger_path(tmp_path).unlink(missing_ok=True)
@@ -58,7 +58,7 @@ def ahead(tiny_config, tmp_path):
 
 
 def test_three_runs_correct_and_bound_the_next(ahead):
-    """A fifth more than the formula: the estimate moves there, the interval is 7 % each way."""
+    """They took 20% more than the formula: the estimate follows, with an interval of ±7%."""
     plain, known = ahead(), ahead(ENTRY, ENTRY, ENTRY)
     assert (plain.runs, known.runs) == ((), ("run",) * 3)
     assert known.memory.estimate == pytest.approx(1.2 * plain.memory.estimate, rel=1e-6)
@@ -80,7 +80,7 @@ def test_three_runs_correct_and_bound_the_next(ahead):
     ],
 )
 def test_runs_of_another_kind_say_nothing(ahead, change):
-    """Device and backend have to be the same, and both sizes within a factor of two."""
+    """Device and backend must match, and both sizes must be within a factor of two."""
     other = dataclasses.replace(ENTRY, **change)
     assert ahead(other, other, other) == ahead()
 
@@ -96,14 +96,14 @@ def test_runs_of_another_kind_say_nothing(ahead, change):
     ],
 )
 def test_runs_of_like_size_count(ahead, change):
-    """Of any family; the forecast names them."""
+    """The family does not matter, and the forecast names the runs."""
     other = dataclasses.replace(ENTRY, **change)
     assert ahead(other, other, other).runs == ("run",) * 3
 
 
 @st.composite
 def of_other_sizes(draw):
-    """Draw a run of the main job's device and backend, of any size but its own, however slow."""
+    """Draw a run on the main job's device and backend, of any other size and speed."""
     factor = st.floats(2.01, 1e6) | st.floats(1e-4, 0.49)
     sizes = [(draw(factor), 1.0), (1.0, draw(factor)), (draw(factor), draw(factor))]
     parameters, tokens = draw(st.sampled_from(sizes))
@@ -125,7 +125,7 @@ MAIN_PARAMETERS, MAIN_TOKENS = 134_479_872, 2048
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 def test_no_twenty_runs_of_other_sizes_move_the_main_job(known, main_job, tmp_path):
-    """One tiny run once made 31 hours of five minutes, and 20 GiB of 28."""
+    """A single tiny run once turned 5 minutes into 31 hours, and 28 GiB into 20."""
     config, documents = main_job, Documents(longest=512, typical=400)
     shape = shape_of(config.model)
     assert shape.parameters == MAIN_PARAMETERS
@@ -144,12 +144,12 @@ def main_job():
 
 
 def test_two_runs_leave_the_formula_alone(ahead):
-    """Too few for a spread."""
+    """Two are too few to estimate a spread."""
     assert ahead(ENTRY, ENTRY).memory == ahead().memory
 
 
 def test_rate_of_this_machine_beats_the_table(ahead):
-    """3e12 operations in a second, from the first run on; an interval from the third."""
+    """3e12 FLOP/s is used from the first run on; the third one adds an interval."""
     assert ahead(ENTRY).pace.rate == 3e12
     known = ahead(ENTRY, ENTRY, ENTRY).pace
     assert known.rate == pytest.approx(3e12)
@@ -159,14 +159,14 @@ def test_rate_of_this_machine_beats_the_table(ahead):
 
 
 def test_gpu_without_a_run_has_no_rate(ahead):
-    """Unknown with the reason; the first run on it measures one."""
+    """The rate is unknown; the first run on the GPU measures it."""
     assert ahead(device=GPU).pace.rate is None
     measured = ahead(dataclasses.replace(ENTRY, device="a GPU"), device=GPU).pace
     assert measured.rate == 3e12
 
 
 def test_time_is_operations_over_the_rate(ahead):
-    """A hundred tokens and sixty to validate on, a forward pass being half of training."""
+    """100 tokens to train on and 60 to validate on, where a forward pass costs half as much."""
     pace = ahead(ENTRY).pace
     made = time(pace, 3e10, 100, 60, 50)
     assert (made["estimate"], made["step_s"]) == (1.3, 0.5)
@@ -176,18 +176,18 @@ def test_time_is_operations_over_the_rate(ahead):
 
 
 def test_operations_of_a_token(tiny_config):
-    """4 a frozen weight, 6 an adapter's, 4 a head's on half of the tokens."""
+    """4 FLOP per frozen weight, 6 per adapter weight, 4 per head weight on half of the tokens."""
     shape = shape_of(tiny_config().model)
     weights = 2 * (64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 128)
     assert flop_per_token(shape, 1000) == 4 * weights + 6000 + 2 * 320 * 64
     again = flop_per_token(shape, 1000, reference=True) - flop_per_token(shape, 1000)
-    assert again == 2 * weights + 320 * 64  # forward alone, and half as many heads as tokens
+    assert again == 2 * weights + 320 * 64  # forward only, and the head on half of the tokens
 
 
 def test_quantizing_takes_time_on_a_cpu_and_is_unknown_on_a_gpu(
     tiny_config,
 ):
-    """It was never measured there; eight bits take a fifth of four's, no quantizer none."""
+    """It was not measured on a GPU; 8 bits take a fifth of the time of 4 bits."""
     shape = dataclasses.replace(shape_of(tiny_config().model), num_hidden_layers=10_000)
     four, eight, none = (
         quantization_s(shape, "cpu", kind)
@@ -208,7 +208,7 @@ def test_quantizing_takes_time_on_a_cpu_and_is_unknown_on_a_gpu(
 def test_unknown_documents_are_as_long_as_they_may_be(
     tiny_config,
 ):
-    """The limit is what attention pays for at most."""
+    """seq_len is the most that attention can cost."""
     config = tiny_config("data.seq_len=300")
     assert documents_of(config, {}) == Documents(longest=300, typical=300, varied=True)
     known = {"longest_tokens": 200, "typical_tokens": 50}
@@ -229,13 +229,13 @@ def test_unknown_documents_are_as_long_as_they_may_be(
     ],
 )
 def test_share_of_learned_tokens(tiny_config, objective, share):
-    """Documents of fifty tokens: the last k, all, or about half, as in the main job."""
+    """For documents of 50 tokens: the last k, all, or about half as in the main job."""
     settings = tiny_config(*objective).objective
     assert settings.spec.supervised_frac(settings, 50.0) == share
 
 
 def test_operations_of_the_proxy_are_those_of_learned_positions(tiny_config, tmp_path):
-    """Two squares of 64 and the head, LoRA on each; unpacking a micro-batch is 154 positions."""
+    """By hand: two 64 * 64 projections and the head with LoRA; unpacking costs 154 positions."""
     config = tiny_config("backend=proxy", "objective.k=40", "data.seq_len=512")
     shape = shape_of(config.model)
     made = forecast(config, shape, Documents(longest=50, typical=50), CPU, tmp_path)

@@ -1,4 +1,4 @@
-"""What Liger-Kernel would compute of a run, and the refusal where it can compute nothing."""
+"""Parts of a run that Liger-Kernel would compute, and the refusal if it can compute none."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ GPU = machine.Machine(kind="cuda", name="GPU", total_bytes=1 << 34, free_bytes=1
 
 
 def shown(found):
-    """Return what the page of a plan shows of it, by label."""
+    """Return the kernel section of a plan's page, by label."""
     (section,) = plan_view.document({"kernels": found}).parts
     return {cell.label: cell.text for facts in section.parts for cell in facts.cells}
 
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Have both packages, whatever is here."""
+    """Pretend that both packages are installed."""
     monkeypatch.setattr(kernels, "find_spec", lambda name: name)
 
 
@@ -33,7 +33,7 @@ def gpu(monkeypatch):
 
 @pytest.mark.usefixtures("installed")
 def test_auto_asks_for_all_kernels_on_a_gpu_and_for_none_on_a_cpu(tiny_config):
-    """The default; on the CPU, torch computes what it always has."""
+    """model.kernels=auto is the default; on the CPU, torch computes everything."""
     config = tiny_config()
     assert reasons(config, on_gpu=True) == dict.fromkeys(Part)
     assert reasons(config, on_gpu=False) == dict.fromkeys(Part, "the device is not a CUDA GPU")
@@ -53,7 +53,7 @@ def test_auto_asks_for_all_kernels_on_a_gpu_and_for_none_on_a_cpu(tiny_config):
     ],
 )
 def test_the_head_alone_stays_with_torch(tiny_config, overrides, reason):
-    """The reason is named, and the other kernels run."""
+    """The reason is named, and the other kernels are used."""
     found = reasons(tiny_config(*overrides), on_gpu=True)
     assert found[Part.HEAD].startswith(reason)
     assert [part for part, why in found.items() if why is None] == [*Part][1:]
@@ -61,7 +61,7 @@ def test_the_head_alone_stays_with_torch(tiny_config, overrides, reason):
 
 @pytest.mark.usefixtures("installed")
 def test_a_plan_names_what_computes_each_part(tiny_config, monkeypatch):
-    """With versions and reasons; on a page only where a kernel is not torch's."""
+    """With versions and reasons; the page shows it only if a kernel is not torch's."""
     monkeypatch.setattr(kernels.metadata, "version", lambda _: "0.8.5")
     found = kernels.described(reasons(tiny_config("lora=lm_head"), on_gpu=True))
     assert found == {
@@ -85,7 +85,7 @@ def test_a_plan_names_what_computes_each_part(tiny_config, monkeypatch):
     ],
 )
 def test_losses_of_tokens_have_the_fused_head(tiny_config, overrides):
-    """Sums, and losses of single tokens that are weighed or summed by answer."""
+    """Sums over tokens, and losses whose tokens are weighted or summed by answer."""
     assert reasons(tiny_config(*overrides), on_gpu=True)[Part.HEAD] is None
 
 
@@ -99,7 +99,7 @@ def test_losses_of_tokens_have_the_fused_head(tiny_config, overrides):
     ],
 )
 def test_torch_computes_the_whole_step(tiny_config, overrides, reason):
-    """By request, or because the backend has no such step, with which liger is refused."""
+    """By request, or because the backend has its own step, where kernels=liger is refused."""
     config = tiny_config(*overrides)
     assert reasons(config, on_gpu=True) == dict.fromkeys(Part, reason)
     assert [*check_kernels(config)] == []
@@ -109,7 +109,7 @@ def test_torch_computes_the_whole_step(tiny_config, overrides, reason):
 
 
 def test_liger_is_refused_where_it_cannot_run(tiny_config, monkeypatch):
-    """Without a GPU, and without the package; the remedies differ."""
+    """Without a GPU or without the package; each has its own remedy."""
     asked = tiny_config("model.kernels=liger")
     (error,) = check_kernels(asked)
     assert isinstance(error, SetupError)

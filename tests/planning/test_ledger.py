@@ -27,7 +27,7 @@ ENTRY = Entry(
 
 
 def test_lines_are_read_back_in_order(tmp_path):
-    """What was appended, nothing lost."""
+    """Every appended entry is there, in order."""
     path = ledger_path(tmp_path / "cache")
     others = [dataclasses.replace(ENTRY, run_id=str(n)) for n in range(3)]
     for one in others:
@@ -37,12 +37,12 @@ def test_lines_are_read_back_in_order(tmp_path):
 
 
 def test_absent_ledger_is_empty(tmp_path):
-    """The first run has none."""
+    """The first run has no ledger yet."""
     assert entries(ledger_path(tmp_path)) == []
 
 
 def test_torn_and_foreign_lines_are_passed_over(tmp_path):
-    """A writer that died leaves half a line; the next one begins its own."""
+    """The next writer starts a new line after a dead writer's partial one."""
     path = ledger_path(tmp_path)
     append(path, ENTRY)
     with path.open("ab") as file:
@@ -54,7 +54,7 @@ def test_torn_and_foreign_lines_are_passed_over(tmp_path):
 
 
 def test_two_processes_lose_no_line(tmp_path):
-    """Forty lines from two writers at one time."""
+    """Two processes append twenty lines each at the same time."""
     path = ledger_path(tmp_path)
     code = (
         "import sys; from pathlib import Path\n"
@@ -71,7 +71,7 @@ def test_two_processes_lose_no_line(tmp_path):
 
 
 def test_three_equal_runs_give_their_ratio():
-    """Centre 1.1; the least spread of 2 %, t of 2.92, sqrt(4/3): 7.0 % to each side in logs."""
+    """Centre 1.1; with the minimum spread of 2%, t of 2.92 and sqrt(4/3), 7.0% each way in logs."""
     found = residuals([1.1, 1.1, 1.1])
     assert found is not None
     half = 2.920 * 0.02 * math.sqrt(4 / 3)
@@ -81,7 +81,7 @@ def test_three_equal_runs_give_their_ratio():
 
 
 def test_spread_widens_the_interval():
-    """Log ratios of ±ln 1.1: deviation ln 1.1 · sqrt(4/3) of four runs, t of 2.353."""
+    """Log ratios of ±ln 1.1: the deviation of four is ln 1.1 * sqrt(4/3), and t is 2.353."""
     found = residuals([1.1, 1 / 1.1, 1.1, 1 / 1.1])
     assert found is not None
     spread = math.log(1.1) * math.sqrt(4 / 3)
@@ -90,5 +90,5 @@ def test_spread_widens_the_interval():
 
 
 def test_two_runs_say_nothing():
-    """A spread of two is no spread."""
+    """Two runs are too few to estimate a spread."""
     assert residuals([1.0, 1.2]) is None

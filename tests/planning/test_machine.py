@@ -12,7 +12,7 @@ from mens_exp.planning.machine import cores, look, space
 
 @pytest.fixture
 def driver(monkeypatch):
-    """Answer for nvidia-smi with a text, or an error."""
+    """Make nvidia-smi return a text or raise an error."""
 
     def answers(answer):
         def run(command, **how):
@@ -29,7 +29,7 @@ def driver(monkeypatch):
 
 
 def test_this_machine_is_described():
-    """Name, memory, torch's version and bitsandbytes' libraries, whatever they are here."""
+    """Its name, memory, torch version and bitsandbytes libraries are found."""
     found = look("cpu")
     assert found.kind == "cpu"
     assert found.name
@@ -39,7 +39,7 @@ def test_this_machine_is_described():
 
 
 def test_gpu_is_taken_where_torch_can_use_it(driver, monkeypatch):
-    """`auto` takes it with a CUDA build of torch alone; MiB are bytes here."""
+    """`auto` takes the GPU only with a CUDA build of torch; MiB are converted to bytes."""
     driver("A GPU, 15360, 15000, 8.9\nAnother, 1, 1, 8.9\n")
     monkeypatch.setattr(machine, "_torch", lambda: ("2.13.0", "12.8"))
     found = look("auto")
@@ -55,7 +55,7 @@ def test_gpu_is_taken_where_torch_can_use_it(driver, monkeypatch):
     ("capability", "has_bf16"), [("7.5", False), ("8.0", True), ("12.0", True)]
 )
 def test_bf16_came_with_ampere(driver, capability, has_bf16):
-    """Compute capability 8.0."""
+    """Compute capability 8.0 is Ampere."""
     driver(f"A GPU, 1, 1, {capability}\n")
     assert look("gpu").has_bf16 is has_bf16
 
@@ -72,7 +72,7 @@ def test_bf16_came_with_ampere(driver, capability, has_bf16):
     ],
 )
 def test_gpu_that_does_not_answer_is_unknown(driver, answer):
-    """`auto` goes to the CPU; `gpu`, asked for by name, stays and knows no number."""
+    """`auto` uses the CPU; an explicit `gpu` stays, with unknown numbers."""
     driver(answer)
     assert look("auto").kind == "cpu"
     found = look("gpu")
@@ -85,7 +85,7 @@ def test_gpu_that_does_not_answer_is_unknown(driver, answer):
     [("sse avx512_bf16", True), ("fp bf16", True), ("sse avx2", False)],
 )
 def test_processor_tells_its_formats(tmp_path, monkeypatch, flags, has_bf16):
-    """By its flags; x86 and Arm spell theirs differently."""
+    """CPU flags in /proc/cpuinfo, which x86 and Arm spell differently."""
     file = tmp_path / "cpuinfo"
     key = "Features" if flags.startswith("fp") else "flags"
     file.write_text(f"model name\t: A CPU\n{key}\t\t: {flags}\n", "utf-8")
@@ -95,13 +95,13 @@ def test_processor_tells_its_formats(tmp_path, monkeypatch, flags, has_bf16):
 
 
 def test_processor_that_tells_nothing_is_unknown(tmp_path, monkeypatch):
-    """No guess about its formats."""
+    """The support for bf16 is unknown, not guessed."""
     monkeypatch.setattr(machine, "_CPUINFO", tmp_path / "absent")
     assert look("cpu").has_bf16 is None
 
 
 def test_container_bounds_memory(tmp_path, monkeypatch):
-    """A limit of 1,000 bytes, 600 used, of which 100 are cache that is given back: 500 free."""
+    """A limit of 1,000 bytes, and 600 used, of which 100 are reclaimable cache: 500 free."""
     monkeypatch.setattr(machine, "_CGROUP", tmp_path)
     (tmp_path / "memory.max").write_text("1000\n", "ascii")
     (tmp_path / "memory.current").write_text("600\n", "ascii")
@@ -113,7 +113,7 @@ def test_container_bounds_memory(tmp_path, monkeypatch):
 
 
 def test_absent_packages_are_unknown(monkeypatch):
-    """An installation without torch or bitsandbytes can still be planned for."""
+    """Planning works without torch and bitsandbytes."""
 
     def absent(name):
         raise machine.metadata.PackageNotFoundError(name)
@@ -124,13 +124,13 @@ def test_absent_packages_are_unknown(monkeypatch):
 
 
 def test_space_is_that_of_the_nearest_directory(tmp_path):
-    """A path that is not there yet lies where its parent does."""
+    """A path that does not exist yet is on its parent's disk."""
     place, free = space(tmp_path / "a" / "b")
     assert place == tmp_path
     assert free > 0
 
 
 def test_cores_are_at_least_one(monkeypatch):
-    """Some containers do not tell."""
+    """In some containers the number is unknown."""
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: None)
     assert cores() == 1

@@ -52,13 +52,13 @@ def of(config, shape=TINY, documents=FULL, **how):
 
 
 def test_bits_of_a_weight_are_the_papers():
-    """Half a bit of scale, or 8/64 + 32/(64·256) with the scales quantized (section 3)."""
+    """Scales take half a bit, or 8/64 + 32/(64 * 256) if they are quantized (section 3)."""
     assert bits_per_weight(QuantConfig(double_quant=False)) == 4.5
     assert bits_per_weight(QuantConfig(double_quant=True)) == pytest.approx(4.127, abs=5e-4)
 
 
 def test_eight_bits_and_a_scale_a_row(tiny_config):
-    """By hand; without an adapter, a projection's input is kept as it was."""
+    """By hand; int8 also keeps the inputs of projections that have no adapter."""
     eight, four = (of(tiny_config(*more)).components for more in (["quant=int8"], []))
     rows = 2 * (64 + 32 + 32 + 64 + 128 + 128 + 64)
     weights = 2 * (64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 64 * 128)
@@ -66,12 +66,12 @@ def test_eight_bits_and_a_scale_a_row(tiny_config):
     assert eight["activations"] == four["activations"]
     tokens = 512  # data.seq_len
     eight, four = (of(tiny_config("lora=qv", *more)).components for more in (["quant=int8"], []))
-    # k's, which q and v read as well but only what dropout left of it, and those of the others.
+    # k's input, shared with q and v only after dropout, and those of the other projections.
     assert eight["activations"] - four["activations"] == tokens * 2 * 2 * (64 + 64 + 64 + 128)
 
 
 def test_llama_8b_on_a_gpu(tiny_config):
-    """The arithmetic of r 16, seven projections, batch 2 × 2048, NF4 with double quantization."""
+    """By hand for r 16, seven projections, batch 2 * 2048, NF4 with double quantization."""
     sizes = ["data.seq_len=2048", "data.micro_batch_size=2", "lora.r=16"]
     config = tiny_config(*sizes, "model.gradient_checkpointing=off")
     parts = of(config, LLAMA_8B, kind="cuda").components
@@ -85,7 +85,7 @@ def test_llama_8b_on_a_gpu(tiny_config):
     assert parts["adapter"] == 6 * parameters
     assert parts["gradients"] == 4 * parameters
     assert parts["optimizer"] == 8 * parameters
-    # A token of a layer: two f32 residuals; q, k, v and the output; gate, up and their product;
+    # Per token and layer: two f32 residuals; q, k, v and the output; gate, up and their product;
     # three inputs of width 4096 and one of 14336, whose masks are drawn again; seven outputs of A.
     kept = 2 * 4 * 4096 + 2 * (4096 + 2 * 1024 + 4096) + 2 * 3 * 14336
     kept += 2 * (3 * 4096 + 14336) + 7 * 16 * 2
@@ -96,11 +96,11 @@ def test_llama_8b_on_a_gpu(tiny_config):
 
 
 def test_recomputing_keeps_one_layer(tiny_config):
-    """Each layer's input, and all of a single layer: 8B at batch 2 × 2048 then fits in 16 GB."""
+    """Inputs of all layers and one whole layer are kept: 8B at batch 2 * 2048 fits in 16 GiB."""
     sizes = ["data.seq_len=2048", "data.micro_batch_size=2"]
     kept = tiny_config(*sizes, "model.gradient_checkpointing=off")
     whole = of(kept, LLAMA_8B, kind="cuda").components["activations"] / 32
-    made = of(tiny_config(*sizes), LLAMA_8B, kind="cuda")  # auto: a billion and more on a GPU
+    made = of(tiny_config(*sizes), LLAMA_8B, kind="cuda")  # auto is on for 8B on a GPU
     assert made.components["activations"] == 4096 * 32 * 4096 * 2 + whole
     assert made.estimate < 16 * 2**30
 
@@ -116,7 +116,7 @@ def test_recomputing_keeps_one_layer(tiny_config):
     ],
 )
 def test_moments_by_the_class_of_an_option_of_ones_own(tiny_config, target, expected, paged):
-    """For each parameter: f32 moments, or two bytes and two scales of 256 elements."""
+    """Per parameter: float32 moments, or two bytes and two scales per 256 elements."""
     config = tiny_config()
     config.optim = OptimizerConfig(_target_=target, lr=1e-3)
     shape = shape_of(config.model)
@@ -125,17 +125,17 @@ def test_moments_by_the_class_of_an_option_of_ones_own(tiny_config, target, expe
 
 
 def test_paged_moments_leave_a_gpu_but_not_a_cpu(tiny_config):
-    """Host memory is where they are paged to."""
+    """They are paged to host memory."""
     config = tiny_config()
-    config.optim._target_ = "bitsandbytes.optim.PagedAdamW8bit"  # Hydra's own spelling
+    config.optim._target_ = "bitsandbytes.optim.PagedAdamW8bit"  # Hydra's own key
     assert of(config, kind="cuda").components["optimizer"] == 0
     assert of(config, kind="cpu").components["optimizer"] > 0
 
 
 def test_longest_document_decides_attention(tiny_config):
-    """Two sequences of 256: one of 100 tokens, 412 more in documents of 30; four heads, bf16.
+    """2 sequences of 256: a document of 100 tokens, and 412 tokens in documents of 30; 4 heads.
 
-    Lengths are rounded up to 32, and from 128 queries on a block leaves later keys out.
+    Lengths are rounded up to 32; from 128 queries on, a block skips later keys.
     """
     config = tiny_config("data.seq_len=256", "data.micro_batch_size=2")
     short = of(config, documents=Documents(longest=100, typical=30)).components
@@ -146,10 +146,10 @@ def test_longest_document_decides_attention(tiny_config):
 
 
 def test_an_answer_that_shares_its_prompt_attends_to_it(tiny_config):
-    """Documents of 64 tokens, half of them the prompt, counted as triangles.
+    """Documents of 64 tokens, half of them prompt; keys are counted as triangles.
 
-    Apart, a query has 64² / 2 / 64 keys. Of the 96 of a pair, 64 have the same triangle, and 32
-    have the prompt's 32 keys and a triangle of 32.
+    Apart, a query has 64² / 2 / 64 keys. Of the 96 tokens of a pair, 64 have the same triangle; 32
+    have the 32 keys of the prompt and a triangle of 32.
     """
     config = tiny_config("data.seq_len=192")
     apart, once = (
@@ -165,7 +165,7 @@ def test_an_answer_that_shares_its_prompt_attends_to_it(tiny_config):
 def test_padding_to_the_longest_document_keeps_no_scores(
     tiny_config,
 ):
-    """Sequences are only as long as they have to be, and attend in a fused kernel."""
+    """Sequences are as short as possible, and attention uses a fused kernel."""
     padded = tiny_config("data.seq_len=256", "data.packing=false")
     packed = tiny_config("data.seq_len=256")
     documents = Documents(longest=64, typical=30)
@@ -187,7 +187,7 @@ def test_padding_to_the_longest_document_keeps_no_scores(
     ],
 )
 def test_components_move_with_what_they_depend_on(tiny_config, more, component, grows):
-    """More or less of one component, and of the whole."""
+    """One component grows or shrinks, and the estimate with it."""
     base, changed = of(tiny_config()), of(tiny_config(more))
     assert (changed.components[component] > base.components[component]) == grows
     assert changed.components[component] != base.components[component]
@@ -209,7 +209,7 @@ def test_components_move_with_what_they_depend_on(tiny_config, more, component, 
 def test_what_a_graph_keeps_is_what_is_planned(
     tiny_config, tiny_backend, random_documents, overrides
 ):
-    """Every tensor that autograd saves, on documents of 128 and of 384 tokens; to 5 %."""
+    """The oracle is each tensor that autograd saves, for documents of 128 and 384 tokens; to 5%."""
     config = tiny_config("data.seq_len=512", *overrides)
     documents = random_documents([128, 384])
     backend = tiny_backend(*overrides, live=True).train()
@@ -231,7 +231,7 @@ def test_what_a_graph_keeps_is_what_is_planned(
 
 
 def test_default_job_is_predicted_as_measured():
-    """2.30 and 2.77 GB in records of the main job, at two threads and sixty steps."""
+    """Records of the main job, with two threads and sixty steps, have 2.30 and 2.77 GB."""
     config = typed(compose([["trainer=cpu"]])[0].values)
     made = memory(config, shape_of(config.model), Documents(longest=512, typical=330), kind="cpu")
     for measured in (2.30e9, 2.77e9):
@@ -239,7 +239,7 @@ def test_default_job_is_predicted_as_measured():
 
 
 def test_an_objective_with_a_reference_keeps_the_base_s_states(tiny_config, monkeypatch):
-    """512 positions of 64 numbers in bf16; the passes themselves follow each other."""
+    """512 positions of width 64 in bf16; the two passes do not overlap."""
     config = tiny_config()
     usual = of(config).components
     spec = replace(config.objective.spec, needs_reference=True)

@@ -61,7 +61,7 @@ def errors(of, meets):
     return [error for _, error in refusals(of, meets)]
 
 
-# By hand, from REFERENCE section 2: (method, base, tokenizer, backend) -> gates on a known layout,
+# By hand, from REFERENCE section 2: (method, base, tokenizer, backend) -> gates for a known layout,
 # and those that an unknown layout adds.
 ACCEPTANCE = {
     ("qlora", "nf4", "hf", "qlora"): ([], []),
@@ -90,7 +90,7 @@ ACCEPTANCE = {
     ids=str,
 )
 def test_acceptance(asked, layout, deployment):
-    """Method × base × tokenizer × kernel × layout × deployment target, gates in their order."""
+    """Method × base × tokenizer × backend × layout × deployment target; gates are in order."""
     method, base, tokenizer, backend = asked
     known, unknown = ACCEPTANCE[asked]
     expected = sorted([*known, *(unknown if layout is None else [])])
@@ -100,7 +100,7 @@ def test_acceptance(asked, layout, deployment):
 
 @pytest.mark.parametrize(("base", "refused"), [("nf4", False), ("fp4", False), ("int8", True)])
 def test_the_proxy_has_four_bits_only(base, refused):
-    """The message names the bases there are."""
+    """The message names the supported quantizers."""
     made = contract("qlora", base, targets=PROXY)
     found = list(refusals(made, around(forced="proxy")))
     assert [gate for gate, _ in found] == ([Gate.QUANTIZED_BASE] if refused else [])
@@ -109,7 +109,7 @@ def test_the_proxy_has_four_bits_only(base, refused):
 
 @pytest.mark.parametrize("name", sorted(BACKEND_SPECS))
 def test_kernel_that_is_not_here_is_refused(name):
-    """What is here is named, and how to add one."""
+    """The message names the available backends, and says how to add one."""
     kernel = BACKEND_SPECS[name]
     base = "nf4" if kernel.quantized else "none"
     made = contract(kernel.method, base, targets=kernel.targets)
@@ -122,14 +122,14 @@ def test_kernel_that_is_not_here_is_refused(name):
 
 
 def test_kernel_that_nobody_knows_is_refused_unless_it_is_here():
-    """A class of the user's own is taken at its word."""
+    """A backend class of the user's is accepted."""
     assert gates(contract(), around(forced="mine", kernels=ALL | {"mine"})) == []
     (error,) = errors(contract(), around(forced="qlor"))
     assert "the nearest is qlora" in str(error)
 
 
 def test_proxy_needs_a_known_layout():
-    """It reads weights by name; the known families are listed."""
+    """The proxy finds weights by name; the message lists the known families."""
     made = contract(targets=PROXY)
     assert gates(made, around(forced="proxy")) == []
     (error,) = errors(made, around("mamba", forced="proxy"))
@@ -147,7 +147,7 @@ EDGE = [
 
 @pytest.mark.parametrize(("change", "where", "found"), EDGE)
 def test_mobile_edge_has_limits(change, where, found):
-    """Each is refused there alone; the limit itself is accepted."""
+    """Each limit applies to mobile_edge only; the limit itself is accepted."""
     (error,) = errors(contract(deployment="mobile_edge", **change), around(forced="qlora"))
     assert (error.where, error.found) == (where, found)
     assert errors(contract(**change), around(forced="qlora")) == []
@@ -157,13 +157,13 @@ def test_mobile_edge_has_limits(change, where, found):
 
 @pytest.mark.parametrize("device", ["gpu", "auto"])
 def test_mobile_edge_is_trained_on_cpu(device):
-    """`auto` may be a GPU."""
+    """trainer=auto might use a GPU."""
     (error,) = errors(contract(deployment="mobile_edge"), around(device=device))
     assert (error.where, error.expected) == ("trainer", "cpu")
 
 
 def test_mobile_edge_says_what_is_left_to_the_operator():
-    """In the plan's notes; a workstation has none."""
+    """The plan has a note about it; there is none for a workstation."""
     on_edge, not_on_edge = (
         execution_plan(contract(deployment=name), around())
         for name in ("mobile_edge", "workstation")
@@ -185,7 +185,7 @@ FLAGS = [
 
 @pytest.mark.parametrize(("run", "where"), FLAGS)
 def test_contradictory_flags_are_refused(run, where):
-    """Each with its own message."""
+    """Each combination has its own message."""
     found = list(refusals(contract(**run), around(forced="qlora")))
     assert [(gate, error.where) for gate, error in found] == [(Gate.FLAGS, where)]
 
@@ -202,12 +202,12 @@ def test_contradictory_flags_are_refused(run, where):
     ],
 )
 def test_flags_at_their_limits_are_accepted(run):
-    """For each refusal an acceptance."""
+    """An accepted value for each refusal."""
     assert gates(contract(**run), around(forced="qlora")) == []
 
 
 def test_all_refusals_come_in_the_order_of_the_gates():
-    """Nothing waits behind the first."""
+    """A refusal does not hide later ones."""
     made = contract("lora", "nf4", "hf", "mobile_edge", rank=64, ce_last_k=100)
     meets = around(None, forced="burn", kernels=ALL - {"burn"}, device="gpu")
     assert gates(made, meets) == [
@@ -221,7 +221,7 @@ def test_all_refusals_come_in_the_order_of_the_gates():
 
 
 def test_every_message_says_what_to_do_next():
-    """What is wrong, found, expected, next."""
+    """The parts are what is wrong, what was found, what is expected, and what to do next."""
     made = [
         contract("lora", "nf4", "vox"),
         contract("qlora", "none", "vox", "mobile_edge", rank=64, ce_last_k=0, max_skip_rate=2.0),
@@ -275,20 +275,20 @@ def keys(layers, prefix="model.layers", path="self_attn.o_proj"):
     ],
 )
 def test_coverage_of_the_proxy_stack(run, model_type, found, expected):
-    """Middle keys matched against those expected; none expected is complete with 0 of 0."""
+    """Middle projections found of those expected; 0 of 0 is complete."""
     made = contract(targets=PROXY, **run)
     assert coverage(made, around(model_type, keys=found, layers=3)) == expected
 
 
 def test_another_graph_has_no_coverage():
-    """All null, and the graph has its own name."""
+    """Every field is null, and the graph has another id."""
     made = contract()
     assert coverage(made, around(keys=keys(3), layers=3)) == Coverage()
     assert execution_plan(made, around()).graph_id == "full_causal"
 
 
 def test_incomplete_stack_trains_the_head_alone_unless_strict():
-    """Never a partial stack; strict mode lists what is missing, at most 32 names."""
+    """Never a partial stack; strict mode lists at most 32 missing names."""
     loose, strict = contract(targets=PROXY), contract(targets=PROXY, require_full_proxy_stack=True)
     meets = around(keys=keys(10), layers=50, forced="proxy")
     assert gates(loose, meets) == []
@@ -303,7 +303,7 @@ def test_incomplete_stack_trains_the_head_alone_unless_strict():
 
 
 def test_graph_of_the_proxy_is_named_by_its_composition():
-    """As the run will name it; where the headers are not here, as a whole checkpoint's."""
+    """As in the run; without headers, all projections are assumed."""
     made = dataclasses.replace(
         contract(targets=PROXY), settings={"backend.composition": "sequential"}
     )
@@ -315,7 +315,7 @@ def test_graph_of_the_proxy_is_named_by_its_composition():
 
 
 def test_unknown_family_is_planned_with_a_note_of_what_refuses_it():
-    """The known types are listed; a known family has no such note."""
+    """The note lists the known types; a known family has no note."""
     (note,) = execution_plan(contract(), around("mamba", forced="qlora")).notes
     assert note.startswith("model_type mamba is none of the verified layouts (gemma2, ")
     assert all(family in note for family in FAMILIES)
@@ -324,7 +324,7 @@ def test_unknown_family_is_planned_with_a_note_of_what_refuses_it():
         "task=export format=gguf"
     )
     assert execution_plan(contract(), around("llama", forced="qlora")).notes == ()
-    # What nobody has read is not called unknown.
+    # A model that nobody has read is not called unknown.
     assert execution_plan(contract(), around(None, forced="qlora")).notes == ()
 
 
@@ -333,7 +333,7 @@ def test_unknown_family_is_planned_with_a_note_of_what_refuses_it():
     [(("qlora", "nf4"), "proxy"), (("lora", "none"), "burn")],
 )
 def test_what_the_note_names_refuses_an_unknown_family(asked, backend):
-    """One message for each of them, with the known types."""
+    """Each gives one message with the known types."""
     made = contract(*asked, targets=BACKEND_SPECS[backend].targets)
     (error,) = errors(made, around("mamba", forced=backend))
     assert f"backend={backend} reads weights by name" in str(error)

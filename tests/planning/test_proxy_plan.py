@@ -1,4 +1,4 @@
-"""What a plan says of the proxy's stack before a weight is read."""
+"""A plan's information about the proxy stack before any weight is read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def proxy(tiny_config, rows):
     """Compose a proxy run on the ten rows."""
 
     def made(*overrides):
-        # In f32: the plan warns where a processor has no instructions for bf16.
+        # In f32: the plan warns if the processor has no instructions for bf16.
         shares = ("data.val_frac=0.2", "data.heldout_frac=0.2", "quant.compute_dtype=f32")
         return tiny_config("backend=proxy", "data=jsonl", f"data.path={rows}", *shares, *overrides)
 
@@ -41,7 +41,7 @@ def lose(base, key):
 
 
 def test_stack_of_a_model_that_is_made_here_is_whole(proxy, tmp_path):
-    """Nothing has to be on disk for it: the graph is the run's, not the head alone."""
+    """No file is needed; the graph is that of the run, not the head alone."""
     plan = make_plan(proxy(), tmp_path)
     assert (plan["graph_id"], plan["proxy"]) == ("proxy_stack_v1_residual", WHOLE)
     assert plan["warnings"] == []
@@ -52,7 +52,7 @@ def test_stack_of_a_model_that_is_made_here_is_whole(proxy, tmp_path):
 @pytest.mark.parametrize("layers", [7, 8])
 @pytest.mark.parametrize("composition", ["residual", "sequential", "residual_plain"])
 def test_composition_without_factors_warns_on_a_deep_stack(proxy, tmp_path, composition, layers):
-    """From eight projections on; the seeds' residual form never."""
+    """From eight projections on; the seeds' residual form never warns."""
     settings = ("model=random", "model.name=deep", f"model.num_hidden_layers={layers}")
     plan = make_plan(proxy(*settings, f"backend.composition={composition}"), tmp_path)
     assert plan["graph_id"] == f"proxy_stack_v1_{composition}"
@@ -61,7 +61,7 @@ def test_composition_without_factors_warns_on_a_deep_stack(proxy, tmp_path, comp
 
 
 def test_incomplete_stack_is_planned_as_the_head_alone_with_a_warning(proxy, base, tmp_path):
-    """Never a part: parameters are the head's, 16 · (320 + 64), and the missing key is named."""
+    """Never a partial stack: the head has 16 * (320 + 64) parameters; the missing key is named."""
     key = "model.layers.1.self_attn.o_proj.weight"
     lose(base, key)
     config = proxy("model=hf", f"model.id={base}")
@@ -76,7 +76,7 @@ def test_incomplete_stack_is_planned_as_the_head_alone_with_a_warning(proxy, bas
 
 
 def test_incomplete_stack_is_refused_where_the_full_one_is_required(proxy, base):
-    """Once, with the key."""
+    """There is one problem, and it names the key."""
     key = "model.layers.1.self_attn.o_proj.weight"
     lose(base, key)
     config = proxy("model=hf", f"model.id={base}", "backend.require_full_stack=true")
@@ -86,7 +86,7 @@ def test_incomplete_stack_is_refused_where_the_full_one_is_required(proxy, base)
 
 
 def test_embedding_of_another_shape_is_told_once(proxy, base):
-    """By the check that every backend shares."""
+    """The check that all backends share reports it."""
     lose(base, "model.embed_tokens.weight")
     (problem,) = preflight(proxy("model=hf", f"model.id={base}"))
     assert "no shard has the embedding" in str(problem)
@@ -94,7 +94,7 @@ def test_embedding_of_another_shape_is_told_once(proxy, base):
 
 @pytest.mark.parametrize("name", ["gemma2", "qwen3"])
 def test_heads_wider_than_their_share_are_refused_with_the_shape(proxy, family_base, name):
-    """Four heads of 32 read into a width of 64: read off a real save."""
+    """The o_proj of a real save reads four heads of 32, while the width is 64."""
     overrides = ("model=hf", f"model.id={family_base(name).directory}", "data.seq_len=128")
     (problem,) = preflight(proxy(*overrides))
     assert problem.where == "self_attn.o_proj"
@@ -103,7 +103,7 @@ def test_heads_wider_than_their_share_are_refused_with_the_shape(proxy, family_b
 
 
 def test_proxy_is_planned_from_dimensions_alone(proxy, monkeypatch, tmp_path):
-    """Llama-3.1-8B without a network: 32 projections, of which nothing is known to be there."""
+    """Llama-3.1-8B without a network: 32 projections, of which none is known to exist."""
 
     def away(model_id, revision):
         raise SetupError(f"the hub cannot be reached for {model_id} at {revision}")

@@ -25,7 +25,7 @@ def without_tools(monkeypatch):
     ("sandbox", "found"), [("bubblewrap", "no bwrap, prlimit, setpriv"), ("unsafe", "no prlimit")]
 )
 def test_missing_tools_of_a_suite_that_executes_are_a_problem(sandbox, found):
-    """Told before the run, with the packages."""
+    """Reported before the run, with the packages to install."""
     (problem,) = [one for one in preflight(configured(sandbox)) if one.where == "sandbox"]
     assert isinstance(problem, SetupError)
     assert problem.found == found
@@ -40,11 +40,11 @@ def test_without_a_sandbox_nothing_is_missing():
 
 @pytest.mark.usefixtures("without_tools")
 def test_suite_that_executes_nothing_needs_no_sandbox():
-    """Its run does not ask for one."""
+    """Such a suite does not use the sandbox."""
     assert list(check_sandbox(configured("bubblewrap", "heldout_syntax"))) == []
 
 
 @pytest.mark.usefixtures("sandbox")
 def test_tools_that_are_there_are_no_problem():
-    """This machine has them."""
+    """On a machine with the tools there is no problem."""
     assert list(check_sandbox(configured("bubblewrap", "heldout_syntax"))) == []

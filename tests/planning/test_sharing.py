@@ -1,4 +1,4 @@
-"""What each of several processes takes, and what fits: a 70B model on eight devices of 80 GB."""
+"""Memory of each of several processes, and what fits: a 70B model on eight devices of 80 GB."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mens_exp.planning.memory import BUCKETS, WHOLE
 from mens_exp.planning.throughput_model import Throughput
 from mens_exp.report import plan_view, terminal
 
-# Llama 3 70B's published dimensions.
+# The published dimensions of Llama 3 70B.
 MODEL_70B = (
     "model=random",
     "model.family=llama",
@@ -44,7 +44,7 @@ def planned(rows, cache):
 def test_a_quantized_70b_model_fits_eight_devices_of_80_gb(
     planned,
 ):
-    """Each process holds it whole: 35 GB of codes and scales, 4.2 GB of embedding and head."""
+    """Each process holds 35 GB of codes and scales, and 4.2 GB of embedding and head."""
     plan = planned(*MODEL_70B, *EIGHT)
     parts = plan["memory_bytes"]["components"]
     assert parts["base weights"] == pytest.approx(68.45e9 * 4.127 / 8, rel=1e-2)
@@ -58,7 +58,7 @@ def test_a_quantized_70b_model_fits_eight_devices_of_80_gb(
 
 
 def test_an_unquantized_one_does_not(planned):
-    """Its weights alone are 137 GB, and every process of DDP holds all of them; FSDP would do."""
+    """Every process of DDP holds all 137 GB of weights; FSDP would fit."""
     plan = planned(*MODEL_70B, *EIGHT, "backend=lora", "quant=none")
     assert plan["processes"]["fits"] == {"one": False, "ddp": False, "fsdp": True}
     assert plan["processes"]["bytes_of_each"]["low"] > 80 * GB
@@ -67,7 +67,7 @@ def test_an_unquantized_one_does_not(planned):
 
 
 def test_in_parts_it_fits_and_each_takes_an_eighth(planned):
-    """17 GB of weights each and three layers gathered; nothing of the rest is shared out."""
+    """17 GB of weights each and three gathered layers; everything else is held whole."""
     lora = (*MODEL_70B, *EIGHT, "trainer=fsdp", "backend=lora", "quant=none")
     plan = planned(*lora)
     parts = plan["memory_bytes"]["components"]
@@ -92,7 +92,7 @@ def test_of_codes_and_scales_the_codes_are_shared_out(
 
 
 def test_who_scores_holds_the_whole_base(planned):
-    """Which is then what does not fit, and what to do about it is another thing than usual."""
+    """That copy does not fit, so the suggested remedy is suite=none."""
     scored = (*MODEL_70B, *EIGHT, "trainer=fsdp", "backend=lora", "quant=none", "suite=mini_python")
     plan = planned(*scored)
     assert plan["memory_bytes"]["components"][WHOLE] > 90 * GB
@@ -104,7 +104,7 @@ def test_who_scores_holds_the_whole_base(planned):
 def test_processes_of_a_cpu_load_one_after_the_other(
     planned,
 ):
-    """Together they hold one whole base and the parts of the others at least, not four of them."""
+    """Together they need at least one whole base and three shards, not four whole bases."""
     usual = ("backend=lora", "quant=none", "trainer.accelerator=cpu", "trainer.devices=4")
     wide = ("model=random", "model.hidden_size=2304", "model.intermediate_size=8192")
     large = (*wide, "model.num_hidden_layers=24")
@@ -122,7 +122,7 @@ def test_processes_of_a_cpu_load_one_after_the_other(
     "overrides", [("backend=full", "quant=none"), ("quant=int8",), ("lora.init=pissa",)]
 )
 def test_what_cannot_be_in_parts_does_not_fit_so(planned, overrides):
-    """The strategy is left out of what may fit."""
+    """The strategy is missing from the plan's `fits`."""
     plan = planned("trainer=ddp", "trainer.accelerator=cpu", *overrides)
     assert plan["processes"]["fits"].keys() == {"one", "ddp"}
 
@@ -130,7 +130,7 @@ def test_what_cannot_be_in_parts_does_not_fit_so(planned, overrides):
 def test_too_small_without_scoring_too_it_is_the_run_that_is_too_large(
     planned,
 ):
-    """Leaving the suite out would not help: a part alone takes more than is there."""
+    """suite=none would not help, because even one shard is too large."""
     small = ("trainer.device_gib=20", "suite=mini_python", "backend=lora", "quant=none")
     plan = planned(*MODEL_70B, *EIGHT, "trainer=fsdp", *small)
     (problem,) = (one for one in plan["problems"] if "memory" in one)
@@ -139,7 +139,7 @@ def test_too_small_without_scoring_too_it_is_the_run_that_is_too_large(
 
 
 def test_the_table_says_what_fits(planned):
-    """In the words of a person."""
+    """The page says it in words."""
     parts = plan_view.document(planned(*MODEL_70B, *EIGHT)).parts
     shown = "\n".join(line.plain for line in terminal.lines(parts, 100, is_plain=False))
     assert "8, ddp" in shown
@@ -147,7 +147,7 @@ def test_the_table_says_what_fits(planned):
 
 
 def test_processes_of_a_cpu_share_its_memory(planned):
-    """Where one fits, four may not."""
+    """One process fits; four may not."""
     cpu = ("trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=4", "trainer.device_gib=1")
     plan = planned(*cpu)
     assert plan["processes"]["fits"] == {"one": True, "ddp": False, "fsdp": False}
@@ -155,21 +155,21 @@ def test_processes_of_a_cpu_share_its_memory(planned):
 
 
 def test_one_process_shares_nothing(planned):
-    """No part of the plan, and no buckets."""
+    """The plan has no section about processes, and no gradient buckets."""
     plan = planned("trainer=cpu")
     assert plan["processes"] is None
     assert BUCKETS not in plan["memory_bytes"]["components"]
 
 
 def test_a_device_of_another_size_is_for_planning(tiny_config):
-    """Training meets the device itself."""
+    """A training run uses the real size of the device."""
     assert problems_of(tiny_config("task=plan", "trainer.device_gib=80")) == []
     (found,) = problems_of(tiny_config("trainer.device_gib=80"))
     assert found.where == "trainer.device_gib"
 
 
 def test_gpus_add_up_and_processes_of_a_cpu_do_not():
-    """Twice the rate, and the interval with it; an unknown rate stays unknown."""
+    """Two GPUs double the rate and its interval; an unknown rate stays unknown."""
     one = Throughput(rate=10.0, low=5.0, high=20.0, runs=1, basis="measured")
     two = one.of_several(2, "cuda")
     assert (two.rate, two.low, two.high) == (20.0, 10.0, 40.0)

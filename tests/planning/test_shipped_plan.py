@@ -13,7 +13,7 @@ LLAMA = ("model=llama3_8b",)
 
 @pytest.fixture
 def offline(monkeypatch):
-    """Let the hub be out of reach."""
+    """Make the hub unreachable."""
 
     def away(model_id, revision):
         raise SetupError(f"the hub cannot be reached for {model_id} at {revision}")
@@ -23,7 +23,7 @@ def offline(monkeypatch):
 
 @pytest.mark.usefixtures("offline")
 def test_model_that_is_not_here_is_planned_from_its_dimensions(tiny_config, rows, tmp_path):
-    """Eight billion parameters: layers, adapter, weights, and what a download would bring."""
+    """An 8B model: layers, adapter size, weights and the size of the download."""
     data = ("data=jsonl", f"data.path={rows}", "data.val_frac=0.2", "data.heldout_frac=0.2")
     config = tiny_config(*LLAMA, "task=plan", *data)
     assert preflight(config) == []
@@ -38,7 +38,7 @@ def test_model_that_is_not_here_is_planned_from_its_dimensions(tiny_config, rows
 @pytest.mark.usefixtures("offline")
 @pytest.mark.parametrize(("rate", "warned"), [((), False), (("optim.lr=2e-3",), True)])
 def test_a_large_model_is_planned_at_a_rate_of_its_size(tiny_config, rows, tmp_path, rate, warned):
-    """Its own by default; the demo's, ten times as much, has to be asked for and is warned of."""
+    """Its own rate by default; the demo's is ten times as high, and gives a warning."""
     data = ("data=jsonl", f"data.path={rows}", "data.val_frac=0.2", "data.heldout_frac=0.2")
     plan = make_plan(tiny_config(*LLAMA, "task=plan", *data, *rate), tmp_path)
     assert any("times the rate that published" in one for one in plan["warnings"]) == warned
@@ -60,7 +60,7 @@ ONE_AT_A_TIME = ("data.micro_batch_size=1", "trainer.accumulate_grad_batches=64"
     ],
 )
 def test_a_preset_s_own_class_of_gpus_is_held_to(tiny_config, rows, tmp_path, overrides, warned):
-    """The interval of the plan against the GiB that the preset is for; others have no class."""
+    """The plan's upper bound is compared with the preset's GiB; other presets have none."""
     of_preset = "model=llama3_8b" if "sigilderg" in overrides[0] else "model=smollm2_135m"
     data = ("data=jsonl", f"data.path={rows}", "data.val_frac=0.2", "data.heldout_frac=0.2")
     config = tiny_config(of_preset, "task=plan", "trainer=gpu", *data, *overrides)
@@ -76,7 +76,7 @@ def test_a_preset_s_own_class_of_gpus_is_held_to(tiny_config, rows, tmp_path, ov
 
 @pytest.mark.usefixtures("offline")
 def test_model_that_is_not_here_is_not_trained(tiny_config):
-    """A run says what keeps it away."""
+    """The run's error says that the hub cannot be reached."""
     with pytest.raises(SetupError, match="cannot be reached"):
         list(model.check_model(tiny_config(*LLAMA)))
 
@@ -93,7 +93,7 @@ def test_model_that_nobody_ships_is_not_planned_either(
 def test_mobile_edge_refuses_what_a_phone_does_not_take(
     tiny_config,
 ):
-    """Through preflight, with the setting's own name; the preset itself passes."""
+    """`preflight` reports the setting; the preset itself passes."""
     problems = preflight(tiny_config("deployment_target=mobile_edge", "data.seq_len=600"))
     assert [problem.where for problem in problems] == ["data.seq_len"]
     assert "mobile_edge" in str(problems[0])

@@ -13,7 +13,7 @@ from mens_exp.planning.estimate import count_tokens
 
 @pytest.fixture
 def path(tmp_path):
-    """Four hundred rows of one length."""
+    """A file of 400 rows of equal length."""
     rows = [{"prompt": f"row {i:03}", "response": "x" * 40} for i in range(400)]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
@@ -22,7 +22,7 @@ def path(tmp_path):
 
 @pytest.fixture
 def counted(tiny_config, tmp_path):
-    """Count the tokens of rows in a file, with nothing in the cache."""
+    """Count the tokens of the rows in a file, with an empty cache."""
 
     def count(file, *overrides):
         config = tiny_config("data=jsonl", f"data.path={file}", "data.val_frac=0.2", *overrides)
@@ -35,7 +35,7 @@ STREAMED = ["data.streaming=true", "data.shuffle_buffer=100"]
 
 
 def test_streamed_rows_are_estimated_from_the_first_ones_and_file_sizes(counted, path):
-    """A hundred of four hundred equal rows: as many tokens as all have, within a tenth."""
+    """The first 100 of 400 equal rows give the number of tokens to within 10%."""
     whole, streamed = counted(path), counted(path, *STREAMED)
     assert streamed["train_tokens"] == pytest.approx(whole["train_tokens"], rel=0.1)
     assert streamed["train_rows"] == pytest.approx(whole["train_rows"], rel=0.1)
@@ -45,7 +45,7 @@ def test_streamed_rows_are_estimated_from_the_first_ones_and_file_sizes(counted,
 
 
 def test_compressed_sizes_tell_nothing_of_rows(counted, path):
-    """The estimate is of the first rows, and says so."""
+    """The estimate covers only the first rows, and says so."""
     packed = path.with_suffix(".jsonl.gz")
     packed.write_bytes(gzip.compress(path.read_bytes()))
     found = counted(packed, *STREAMED)
@@ -54,7 +54,7 @@ def test_compressed_sizes_tell_nothing_of_rows(counted, path):
 
 
 def test_a_plan_of_a_stream_reads_no_more_than_the_first_rows(counted, path, monkeypatch):
-    """However many there are, and whatever the cache has of them."""
+    """The bad row after the first hundred is never read."""
     lines = path.read_text("utf-8").splitlines()
     path.write_text("\n".join([*lines[:100], "no row at all"]) + "\n", "utf-8")
     monkeypatch.setattr(estimate, "peek", None)
@@ -72,7 +72,7 @@ def test_a_plan_of_a_stream_reads_no_more_than_the_first_rows(counted, path, mon
 def test_first_rows_that_leave_the_suite_nothing_are_told(
     tiny_config, path, tmp_path, overrides, is_told
 ):
-    """In the plan, before the run that would end without a scorecard."""
+    """The plan warns, since the run would end without a scorecard."""
     given = ["data=jsonl", f"data.path={path}", "data.val_frac=0.2", *STREAMED, *overrides]
     told = estimate.make_plan(tiny_config(*given), tmp_path)["warnings"]
     assert any("no row is held out of the first 100" in one for one in told) == is_told
@@ -81,7 +81,7 @@ def test_first_rows_that_leave_the_suite_nothing_are_told(
 def test_the_library_is_estimated_from_the_sizes_of_its_files(
     tiny_config, smollm2, cache, tmp_path
 ):
-    """Before a row of it is extracted: near what SmolLM2's own tokenizer makes of the rows."""
+    """Without extraction, the estimate is near the count of SmolLM2's own tokenizer."""
     sides = ["data.val_frac=0.5", "data.heldout_frac=0"]
     planned = count_tokens(tiny_config("data=stdlib", *sides), tmp_path / "nothing here")
     tokenizer = AutoTokenizer.from_pretrained(smollm2.directory)

@@ -30,7 +30,7 @@ UTC = "2026-11-20T05:58:01.123Z"
 
 
 def _job(number, **more):
-    """A job as it is launched."""
+    """A job in its state at launch."""
     made = {
         "number": number,
         "directory": f"{number}_job",
@@ -48,7 +48,7 @@ def _job(number, **more):
 
 
 def _record(*jobs, **more):
-    """A sweep of these jobs, one at a time and without second tries."""
+    """A sweep of the given jobs, one at a time and without retries."""
     made = {
         "sweep_id": "s",
         "created_utc": UTC,
@@ -64,7 +64,7 @@ def _record(*jobs, **more):
 
 
 def _manifest(run, status, **more):
-    """Write the record of a run."""
+    """Write a run's record."""
     made = {
         "run_id": run.path.name,
         "task": "train",
@@ -81,13 +81,13 @@ def _manifest(run, status, **more):
 
 @pytest.fixture
 def write_manifest():
-    """Write the record of a run with a status."""
+    """Return a function that writes a run's record with a given status."""
     return _manifest
 
 
 @pytest.fixture
 def make_sweep():
-    """Make the record of a sweep of so many jobs, each with further fields of its own."""
+    """Make the record of a sweep; each argument holds the changed fields of one job."""
 
     def made(*jobs, **more):
         return _record(*(_job(number, **one) for number, one in enumerate(jobs)), **more)
@@ -96,7 +96,7 @@ def make_sweep():
 
 
 def dimension(key, **more):
-    """A key that is drawn: choices by default."""
+    """A key that is drawn, from choices by default."""
     made = {
         "key": key,
         "kind": "choice",
@@ -111,7 +111,7 @@ def dimension(key, **more):
 
 @pytest.fixture
 def make_search():
-    """Make a search's part of a record: the rank and the learning rate of ten trials."""
+    """Make the search part of a record: the rank and the learning rate of ten trials."""
 
     def made(**more):
         usual = {
@@ -139,7 +139,7 @@ def make_search():
     return made
 
 
-# What stands in for a job: it does what a list of steps in its directory says, one list for each
+# The stand-in for a job. It executes the list of steps in its directory, one list for each
 # attempt. `end` writes the record, `exit` ends, `kill` dies by a signal, `wait` waits for a file.
 STAND_IN = """
 import json, os, signal, sys, time
@@ -223,9 +223,9 @@ def sweep(stand_in, scripted, monkeypatch):
 
 @pytest.fixture
 def forked_by_slurm(programs, monkeypatch):
-    """Slurm's scripts name the interpreter of their launcher: let it be one that forks.
+    """Let Slurm's scripts, which name their launcher's interpreter, use one that forks.
 
-    What is forked is no descendant of Slurm's process: its signals reach the batch script alone.
+    The forked process does not descend from Slurm's, so signals reach only the batch script.
     """
     python = str(programs / "python")
     source = f"{fork_server._before_each}\nimport sys; sys.executable = {python!r}\n"
@@ -235,7 +235,7 @@ def forked_by_slurm(programs, monkeypatch):
 
 @pytest.fixture(scope="module")
 def slurm_of_one_node():
-    """The cluster's commands are those of this process, and of all that it starts."""
+    """Use a one-node cluster's commands in this process and in all that it starts."""
     stand_in = runpy.run_path(str(Path(__file__).with_name("slurm_cluster.py")))
     with pytest.MonkeyPatch.context() as patch, stand_in["cluster"]() as environment:
         for name, value in environment.items():

@@ -1,7 +1,7 @@
-"""Stands in for Slurm's commands: sbatch, squeue, scancel and scontrol, by the program's name.
+"""Stand-ins for sbatch, squeue, scancel and scontrol, chosen by the name of the program.
 
-A task's batch script runs at once, in processes that nobody waits for, as a node's daemon would run
-it. What is known of a task is in files of `FAKE_SLURM`, named by its number in the queue.
+A task's batch script runs at once, detached, as a node's daemon would run it. The state of a task
+is in files of `FAKE_SLURM`, named by its queue id.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PLACE = Path(os.environ["FAKE_SLURM"])
 
 
 def family(pid):
-    """Return a process and all that it has started, as long as they run."""
+    """Return a running process and its running descendants."""
     try:
         text = Path(f"/proc/{pid}/task/{pid}/children").read_text("ascii")
     except OSError:
@@ -26,13 +26,13 @@ def family(pid):
 
 
 def send(queue_id):
-    """Tell all processes of a task to end."""
+    """Send SIGTERM to all processes of a task."""
     for pid in family(int((PLACE / f"{queue_id}.pid").read_text("ascii"))):
         os.kill(pid, signal.SIGTERM)
 
 
 def keep(script, queue_id):
-    """Run a task, as often as it is put back; note how it ended."""
+    """Run a task, again whenever it is requeued, and record its exit code."""
     array, _, index = queue_id.partition("_")
     names = {"SLURM_ARRAY_JOB_ID": array, "SLURM_ARRAY_TASK_ID": index, "SLURM_JOB_ID": queue_id}
     again = PLACE / f"{queue_id}.again"

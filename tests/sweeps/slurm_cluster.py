@@ -1,7 +1,7 @@
-"""A Slurm cluster of one or more nodes, munge included, in a directory of its own.
+"""A Slurm cluster of one or more nodes, munge included, in its own directory.
 
-Started and ended by whoever enters :func:`cluster`; nothing of the system's own configuration is
-read or written, and only processes that were started here are ended.
+:func:`cluster` starts and ends it. The system's own configuration is neither read nor written, and
+only processes that were started here are ended.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import psutil
 
 LIMIT_S = 60
 
-# No cgroups, which a container may not make; two processors, whatever the machine has. A job that
-# is put back may start again as soon as its credential has expired (cred_expire).
+# No cgroups, which a container may not create, and two processors on every machine. A requeued
+# job may start again as soon as its credential has expired (cred_expire).
 CONFIGURATION = """
 ClusterName=mens
 SlurmctldHost={host}(127.0.0.1)
@@ -61,7 +61,7 @@ NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port}
 
 
 def missing():
-    """Say what keeps a cluster from being started here."""
+    """Return the reason why no cluster can be started here, if any."""
     names = ("munged", "slurmctld", "slurmd", "sbatch")
     where = os.pathsep.join([os.environ["PATH"], "/usr/sbin"])
     absent = [name for name in names if shutil.which(name, path=where) is None]
@@ -72,17 +72,17 @@ def missing():
 
 @contextmanager
 def cluster(more="", names=()):
-    """Start a cluster, and end it with all its jobs.
+    """Start a cluster; at the end, stop it with all its jobs.
 
     Args:
-        more: further lines of its configuration.
-        names: those of its nodes, of each of which a daemon runs here; otherwise it has one node,
-            of this machine's own name.
+    more: further lines of its configuration.
+    names: the names of its nodes, each with a daemon on this machine; by default one node with
+    this machine's own name.
 
     Yields:
-        What its commands need in their environment.
+    The environment variables that its commands need.
     """
-    place = Path(tempfile.mkdtemp(prefix="slurm_"))  # a socket's path is 107 bytes at most
+    place = Path(tempfile.mkdtemp(prefix="slurm_"))  # a socket's path has at most 107 bytes
     environment = {**os.environ, "SLURM_CONF": str(place / "slurm.conf")}
     environment["PATH"] += os.pathsep + "/usr/sbin"
     started = []
@@ -100,7 +100,7 @@ def cluster(more="", names=()):
         _end_jobs(environment)
     finally:
         for file in reversed(started):
-            _end(_pid(file))  # that of today: a test may have started it again
+            _end(_pid(file))  # the current one: a test may have restarted it
         shutil.rmtree(place, ignore_errors=True)
 
 
@@ -120,7 +120,7 @@ def _configure(place, environment, more, names):
     each = ".%n" if names else ""
     text += CONFIGURATION.format(host=host, place=place, controller_port=controller_port, each=each)
     (place / "slurm.conf").write_text(text + more, "ascii")
-    # 23.11 and newer can do without the plugin; older ones load it, and use nothing of it.
+    # 23.11 and newer work without the plugin; older ones load it, and use nothing of it.
     said = _run(["slurmd", "-V"], environment).split()[-1]
     version = tuple(int(part) for part in said.split(".")[:2])
     plugin = "disabled" if version >= (23, 11) else "cgroup/v1"
@@ -158,7 +158,7 @@ def _pid(path):
 
 
 def _wait_until(environment, *states):
-    """Wait until all nodes are in one of some states."""
+    """Wait until every node is in one of the given states."""
     began = time.time()
     asked = ["sinfo", "--noheader", "--Node", "--format=%T"]
     while not set(_run(asked, environment).split()) <= set(states):

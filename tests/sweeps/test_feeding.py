@@ -1,4 +1,4 @@
-"""A launcher whose jobs come one after the other, as their results decide; on this machine."""
+"""A launcher that gets its jobs one after the other, depending on results; on this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LONG = [("on interrupt", 130), ("wait", "never")]
 
 
 class Fed:
-    """Hands out the jobs of a launcher one by one, and ends those it is told to."""
+    """A feed that supplies the jobs of a launcher one by one, and prunes the given ones."""
 
     def __init__(self, launcher, ends=None):
         self.launcher, self.ends = launcher, ends or {}
@@ -43,7 +43,7 @@ class Fed:
 
 
 def test_jobs_come_as_others_end(sweep):
-    """One at a time here; each end is told."""
+    """One job at a time, and the feed learns of each end."""
     launcher = sweep([DONE], [[("exit", 2)]], [DONE])
     fed = Fed(launcher)
     assert launcher.run() == 2
@@ -51,7 +51,7 @@ def test_jobs_come_as_others_end(sweep):
 
 
 def test_as_many_come_as_may_run(sweep, tmp_path):
-    """Two at a time wait for each other's file; the third comes when one of them has ended."""
+    """Two jobs wait for each other's file; the third one starts when one of them has ended."""
     files = [tmp_path / "sweep" / f"{number}_job" / "tried_0" for number in (0, 1)]
     met = [[("wait", str(other)), *DONE] for other in reversed(files)]
     launcher = sweep([met[0]], [met[1]], [DONE], n_jobs=2)
@@ -64,7 +64,7 @@ def test_as_many_come_as_may_run(sweep, tmp_path):
 
 
 def test_a_killed_job_is_tried_again_beside_the_others(sweep, tmp_path):
-    """The other job ends once the killed one has begun again; no place stays empty till then."""
+    """The other job only ends once the killed one has restarted, so both ran at the same time."""
     again = tmp_path / "sweep" / "0_job" / "tried_1"
     patient = [("wait", str(again)), *DONE]
     launcher = sweep([[("kill", "SIGKILL")], DONE], [patient], n_jobs=2, retries=1)
@@ -77,7 +77,7 @@ def test_a_killed_job_is_tried_again_beside_the_others(sweep, tmp_path):
 
 
 def test_a_pruned_job_is_neither_failed_nor_cancelled(sweep):
-    """Its directory says why, it is not tried again, and the exit code is 0."""
+    """Its directory has the reason, it is not retried, and the exit code is 0."""
     launcher = sweep([LONG], [DONE], retries=3)
     fed = Fed(launcher, {0: "worse than others"})
     assert launcher.run() == 0
@@ -90,7 +90,7 @@ def test_a_pruned_job_is_neither_failed_nor_cancelled(sweep):
 
 
 def test_a_job_that_ends_well_before_it_is_pruned_has_succeeded(sweep):
-    """What it measured counts."""
+    """Its result counts."""
     launcher = sweep([DONE])
     run = RunDir(launcher.directory.path / launcher.record.jobs[0]["directory"])
     run.pruned.write_text("too late", encoding="utf-8")
@@ -100,7 +100,7 @@ def test_a_job_that_ends_well_before_it_is_pruned_has_succeeded(sweep):
 
 
 def test_only_the_job_that_is_pruned_ends(sweep):
-    """The one beside it is told nothing."""
+    """The other running job gets no signal."""
     unheard = [("wait", "until_pruned"), *DONE]
     launcher = sweep([LONG], [unheard], n_jobs=2)
     beside = launcher.directory.path / "1_job"
@@ -114,7 +114,7 @@ def test_only_the_job_that_is_pruned_ends(sweep):
 
 
 class Recorded:
-    """An executor that takes nothing at first, and then jobs that ended before it was asked."""
+    """An executor that first accepts no job, and then only jobs that have already ended."""
 
     look_s = 0.01
 
@@ -135,7 +135,7 @@ class Recorded:
         return self if self.left else None
 
     def poll(self):
-        """Nothing is to be asked."""
+        """There is nothing to poll."""
 
     def ended(self):
         return Ended(exit_code=130 if self.left else 0)
@@ -145,11 +145,11 @@ class Recorded:
 
 
 def test_a_job_that_could_not_be_handed_over_waits(sweep, monkeypatch):
-    """With the reason on record until somebody takes it."""
+    """Its reason is shown until an executor accepts the job."""
     launcher = sweep([DONE])
     run = launcher.directory.path / "0_job"
     (run / "manifest_succeeded.json").replace(run / "manifest.json")
-    RunDir(run).report.unlink()  # it has not succeeded yet
+    RunDir(run).report.unlink()  # so that it has not succeeded yet
     monkeypatch.setattr(launcher, "_executor", Recorded(left=False))
     told = []
     monkeypatch.setattr(launcher, "_say", lambda _job, what, why: told.append(f"{what}: {why}"))
@@ -158,7 +158,7 @@ def test_a_job_that_could_not_be_handed_over_waits(sweep, monkeypatch):
 
 
 def test_a_pruned_job_that_was_not_told_so_is_ended_when_the_search_goes_on(sweep, monkeypatch):
-    """Its launcher died between the note in its directory and the signal."""
+    """The launcher died after it had written the file, and before it sent the signal."""
     launcher = sweep([LONG])
     job = launcher.record.jobs[0]
     job["state"] = JobState.RUNNING
@@ -171,7 +171,7 @@ def test_a_pruned_job_that_was_not_told_so_is_ended_when_the_search_goes_on(swee
 
 
 def test_no_job_comes_after_a_signal(sweep):
-    """A search that is cancelled draws nothing more, and tells of no end."""
+    """A cancelled search draws no further job, and the feed learns of no end."""
     launcher = sweep([LONG], [DONE])
     fed = Fed(launcher)
     listens = Path(launcher.directory.path) / "0_job" / "listens"

@@ -17,7 +17,7 @@ from mens_exp.sweeps.plan import plan_sweep
 
 @pytest.fixture
 def rows(rows_file, tmp_path):
-    """Rows that a test may change."""
+    """A copy of the rows that a test may change."""
     copy = tmp_path / "rows.jsonl"
     copy.write_bytes(rows_file.read_bytes())
     return copy
@@ -25,7 +25,7 @@ def rows(rows_file, tmp_path):
 
 @pytest.fixture
 def frozen(tiny_run, rows, tmp_path, monkeypatch):
-    """A job that only plans, as the launcher leaves it."""
+    """A planning job, frozen as by the launcher."""
     monkeypatch.chdir(tmp_path)
     usual = [text for text in tiny_run if not text.startswith("data.path")]
     planned = plan_sweep([*usual, f"data.path={rows}", "task=plan", "seed=7"])
@@ -55,7 +55,7 @@ def test_a_job_runs_what_was_frozen(frozen):
 
 
 def test_a_changed_configuration_is_refused(frozen, capsys):
-    """Even where changes are accepted: it is what makes the cell."""
+    """Even with sweep.changes=accept, because the configuration defines the cell."""
     frozen.config.write_text(frozen.config.read_text("utf-8").replace("seed: 7", "seed: 8"))
     assert "the frozen configuration has changed" in refused(frozen, capsys)
     assert job_module.main([str(frozen.path), ACCEPT_CHANGES]) == 2
@@ -71,7 +71,7 @@ def test_a_changed_configuration_is_refused(frozen, capsys):
 def test_what_the_machine_refuses_before_the_run_is_no_bug(
     frozen, monkeypatch, capsys, error, said
 ):
-    """Exit code 3, by which a search knows that the trial may run again."""
+    """Exit code 3, which tells a search that the trial may run again."""
 
     def refuses(_):
         raise error
@@ -83,7 +83,7 @@ def test_what_the_machine_refuses_before_the_run_is_no_bug(
 
 
 def test_another_error_before_the_run_is_a_bug(frozen, monkeypatch):
-    """It is shown whole."""
+    """The exception is not caught."""
 
     def fails(_):
         raise FileNotFoundError("no such file")
@@ -94,17 +94,17 @@ def test_another_error_before_the_run_is_a_bug(frozen, monkeypatch):
 
 
 def test_changed_code_is_refused_unless_told(frozen, monkeypatch, capsys):
-    """The message says how to go on all the same."""
+    """The message says how to run it anyway."""
     monkeypatch.setattr(job_module, "code_digest", lambda: "0" * 64)
     said = refused(frozen, capsys)
     assert "the code of mens_exp has changed since the launch" in said
-    assert said.startswith("the code")  # in one line, which becomes the job's reason
+    assert said.startswith("the code")  # one line, which becomes the job's reason
     assert "sweep.changes=accept" in said
     assert job_module.main([str(frozen.path), ACCEPT_CHANGES]) == 0
 
 
 def test_changed_rows_are_refused(frozen, rows, capsys):
-    """The contract of the launch was over their content."""
+    """The contract at launch includes the digest of the rows."""
     with rows.open("a", encoding="utf-8") as file:
         file.write(json.dumps({"prompt": "one", "response": "more"}) + "\n")
     assert "the files that it names have changed since the launch" in refused(frozen, capsys)
@@ -120,7 +120,7 @@ def test_changed_classes_of_the_user_are_refused(frozen, tmp_path, capsys):
 
 
 def test_a_job_killed_after_its_success_renders_its_report(frozen):
-    """Nothing else is done again."""
+    """The manifest stays as it is."""
     assert job_module.main([str(frozen.path)]) == 0
     before = frozen.manifest.read_bytes()
     frozen.report.unlink()
@@ -130,7 +130,7 @@ def test_a_job_killed_after_its_success_renders_its_report(frozen):
 
 
 def test_what_does_not_train_begins_anew(frozen, write_manifest):
-    """What the attempt before it left stays beside it."""
+    """The files of the earlier attempt are moved to attempt_1."""
     write_manifest(frozen, Status.STARTED, task="plan", run_id="before")
     assert job_module.main([str(frozen.path)]) == 0
     assert Manifest.read(frozen.manifest).status is Status.SUCCEEDED
@@ -139,7 +139,7 @@ def test_what_does_not_train_begins_anew(frozen, write_manifest):
 
 
 def test_a_second_process_of_one_job_is_refused(frozen, capsys):
-    """As after the death of a launcher that could not note the first."""
+    """A launcher may have died before it recorded the first process."""
     from mens_exp.artifacts.host import run_lock
 
     with run_lock(frozen.job_lock):
@@ -147,7 +147,7 @@ def test_a_second_process_of_one_job_is_refused(frozen, capsys):
 
 
 def test_rows_that_are_not_there_are_told_in_one_line(frozen, rows, capsys):
-    """As where a sweep goes on from another directory than it was launched in."""
+    """For example, if a sweep is resumed from another directory."""
     rows.unlink()
     assert job_module.main([str(frozen.path)]) == 2
     (said,) = capsys.readouterr().err.splitlines()

@@ -33,7 +33,7 @@ def environment(launcher, number):
 
 
 def interrupt_when(path, number=signal.SIGINT):
-    """Signal this process as soon as a file is there."""
+    """Send a signal to this process as soon as a file exists."""
 
     def work():
         while not path.exists():
@@ -46,7 +46,7 @@ def interrupt_when(path, number=signal.SIGINT):
 
 
 def test_all_jobs_succeed(sweep):
-    """Exit code 0; each has its own process, peak memory and results on record."""
+    """Exit code 0; the record has each job's process, peak memory and results."""
     launcher = sweep([DONE], [DONE])
     assert launcher.run() == 0
     assert states(launcher) == ["succeeded", "succeeded"]
@@ -59,7 +59,7 @@ def test_all_jobs_succeed(sweep):
 
 
 def test_a_job_that_ended_before_it_could_be_taken_over_is_not_started_again(sweep):
-    """Its directory was read while a batch system still ran it; the queue was asked later."""
+    """A batch system still ran it when its directory was read, but not when the queue was."""
     launcher = sweep([DONE])
     assert launcher.run() == 0
     (job,) = launcher.record.jobs
@@ -72,7 +72,7 @@ def test_a_job_that_ended_before_it_could_be_taken_over_is_not_started_again(swe
 
 
 def test_a_failed_job_stops_no_other_and_its_code_is_the_sweeps(sweep):
-    """The largest code of all; what the job said last is the reason."""
+    """The sweep's code is the largest one, and a job's last output is its reason."""
     launcher = sweep([[("say", "no such rows"), ("exit", 2)]], [DONE], [[("exit", 3)]])
     assert launcher.run() == 3
     assert states(launcher) == ["failed", "succeeded", "failed"]
@@ -81,7 +81,7 @@ def test_a_failed_job_stops_no_other_and_its_code_is_the_sweeps(sweep):
 
 
 def test_a_killed_job_is_started_again(sweep):
-    """Once with retries=1, and both attempts are on record."""
+    """With retries=1 it runs once more, and both attempts are recorded."""
     launcher = sweep([[("kill", "SIGKILL")], DONE], retries=1)
     assert launcher.run() == 0
     codes = [one["exit_code"] for one in launcher.record.jobs[0]["attempts"]]
@@ -89,7 +89,7 @@ def test_a_killed_job_is_started_again(sweep):
 
 
 def test_retries_come_to_an_end(sweep):
-    """Two retries are three attempts; the sweep then says that it did not succeed."""
+    """Two retries are three attempts; after that the sweep has failed."""
     launcher = sweep([[("kill", "SIGKILL")]], retries=2)
     assert launcher.run() == 1
     assert (states(launcher), tries(launcher, 0)) == (["failed"], 3)
@@ -98,21 +98,21 @@ def test_retries_come_to_an_end(sweep):
 
 @pytest.mark.parametrize(("code", "attempts"), [(1, 2), (2, 1), (3, 1), (4, 1), (130, 1)])
 def test_only_what_may_pass_is_tried_again(sweep, code, attempts):
-    """A wrong request, an environment, a gate and a cancellation stay what they are."""
+    """A wrong request, a missing environment, a gate and a cancellation are not retried."""
     launcher = sweep([[("exit", code)]], retries=1)
     assert launcher.run() == code
     assert tries(launcher, 0) == attempts
 
 
 def test_success_without_a_record_is_none(sweep):
-    """Exit code 0 alone proves nothing."""
+    """Exit code 0 is not enough."""
     launcher = sweep([[("exit", 0)]])
     assert launcher.run() == 1
     assert launcher.record.jobs[0]["reason"] == "it ended without a record of success"
 
 
 def test_as_many_jobs_at_a_time_as_asked_for(sweep, tmp_path):
-    """Two wait for each other's file, which one alone would do in vain; the third comes after."""
+    """Two jobs wait for each other's file, so they run together; the third one comes later."""
     files = [tmp_path / "sweep" / f"{number}_job" / "tried_0" for number in (0, 1)]
     met = [[("wait", str(other)), *DONE] for other in reversed(files)]
     launcher = sweep([met[0]], [met[1]], [DONE], n_jobs=2)
@@ -123,7 +123,7 @@ def test_as_many_jobs_at_a_time_as_asked_for(sweep, tmp_path):
 
 
 def test_jobs_get_their_threads_and_take_gpus_in_turn(sweep, tmp_path):
-    """Two slots with three GPUs: each slot keeps its own."""
+    """Of three GPUs, each of two slots keeps one."""
     files = [tmp_path / "sweep" / f"{number}_job" / "tried_0" for number in (0, 1)]
     met = [[("wait", str(other)), *DONE] for other in reversed(files)]
     launcher = sweep([met[0]], [met[1]], n_jobs=2, threads=3, gpus=["4", "6", "7"])
@@ -135,7 +135,7 @@ def test_jobs_get_their_threads_and_take_gpus_in_turn(sweep, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_is_passed_on_and_ends_the_sweep(sweep, number):
-    """What is at work closes its record, what waits does not begin, and 130 is the code."""
+    """A running job closes its record, a waiting one does not start, and the exit code is 130."""
     name = signal.Signals(number).name
     running = [("on interrupt", 130), ("wait", "never")]
     launcher = sweep([running], [DONE])
@@ -149,7 +149,7 @@ def test_a_signal_is_passed_on_and_ends_the_sweep(sweep, number):
 
 
 def test_a_job_that_ends_well_during_a_cancellation_has_succeeded(sweep):
-    """A signal while its record closes changes nothing, as in a single run."""
+    """A signal while the record is being closed changes nothing, as in a single run."""
     launcher = sweep([[("end", "succeeded"), ("on interrupt", 0), ("wait", "never")]], [DONE])
     thread = interrupt_when(launcher.directory.path / "0_job" / "listens")
     assert launcher.run() == 130
@@ -158,14 +158,14 @@ def test_a_job_that_ends_well_during_a_cancellation_has_succeeded(sweep):
 
 
 def test_signal_handlers_are_put_back(sweep):
-    """The sweep leaves the process as it found it."""
+    """The process has its earlier signal handlers after the sweep."""
     before = signal.getsignal(signal.SIGINT)
     assert sweep([DONE]).run() == 0
     assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_no_process_is_no_reason_to_stop(sweep, monkeypatch):
-    """Where the system starts none, the job has failed and says so."""
+    """If the system cannot start a process, the job has failed with that reason."""
     from mens_exp.sweeps import executors
 
     def none(*_):
@@ -179,7 +179,7 @@ def test_no_process_is_no_reason_to_stop(sweep, monkeypatch):
 
 
 def test_output_of_all_attempts_is_kept(sweep):
-    """In the job's own file, one attempt after the other."""
+    """The job's log has the output of one attempt after the other."""
     launcher = sweep([[("say", "first"), ("exit", 1)], [("say", "second"), *DONE]], retries=1)
     assert launcher.run() == 0
     log = RunDir(launcher.directory.path / "0_job").log.read_text("utf-8")
@@ -187,7 +187,7 @@ def test_output_of_all_attempts_is_kept(sweep):
 
 
 def test_a_full_disk_ends_no_sweep(sweep, monkeypatch):
-    """The record is written as soon as there is room again; it is told once."""
+    """The record is written once there is room again, and the message appears once."""
     launcher = sweep([DONE])
     write, refusals = SweepRecord.write, iter(range(2))
 
@@ -205,7 +205,7 @@ def test_a_full_disk_ends_no_sweep(sweep, monkeypatch):
 
 
 def test_a_record_that_cannot_be_written_is_told_once_all_jobs_have_ended(sweep, monkeypatch):
-    """The jobs were looked after all the same."""
+    """The jobs run to their ends before the error is raised."""
     launcher = sweep([DONE])
 
     def full(*_):

@@ -1,4 +1,4 @@
-"""How a sweep ends: its page, and what is said of it."""
+"""The end of a sweep: its page and its messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mens_exp.sweeps.multirun import finish
 
 @pytest.fixture
 def ended(tmp_path, make_sweep):
-    """A launcher whose one job has ended with 1."""
+    """A launcher whose only job ended with code 1."""
     directory = SweepDir(tmp_path)
     made = make_sweep({})
     made.write(directory.record)
@@ -31,7 +31,7 @@ def ended(tmp_path, make_sweep):
 
 
 def test_a_sweep_leaves_its_page_however_it_ended(ended):
-    """Its place is told, beside the way to go on."""
+    """The message has its path, and the command to resume."""
     assert finish(ended) == 1
     said = ended.console.file.getvalue()
     assert f"Report: {ended.directory.page}" in said
@@ -40,7 +40,7 @@ def test_a_sweep_leaves_its_page_however_it_ended(ended):
 
 
 def test_what_would_run_nothing_is_no_next_step(ended):
-    """A search that has no trial left to run does not send its user in a circle."""
+    """A search without a trial left to run does not suggest to resume."""
     assert finish(ended, lambda: True) == 1
     said = ended.console.file.getvalue()
     assert "sweep.resume=" not in said
@@ -48,7 +48,7 @@ def test_what_would_run_nothing_is_no_next_step(ended):
 
 
 def test_a_job_killed_after_its_end_gets_its_pages(ended, finished, monkeypatch):
-    """Its record said that it had succeeded; a page that cannot be written is named."""
+    """Its record says that it had succeeded; a page that cannot be written is named."""
     job = ended.record.jobs[0]
     job["state"] = JobState.SUCCEEDED
     run = RunDir(shutil.copytree(finished.path, ended.directory.path / job["directory"]))
@@ -64,7 +64,7 @@ def test_a_job_killed_after_its_end_gets_its_pages(ended, finished, monkeypatch)
 
 
 def test_what_is_said_of_a_place_can_be_typed_again(tmp_path, make_sweep):
-    """Blanks, quotes and brackets, which a shell, Hydra and the terminal would take otherwise."""
+    """Blanks, quotes and brackets are quoted for the shell and Hydra, and kept by the terminal."""
     directory = SweepDir(tmp_path / "it's a [bold] \\ place, #1")
     directory.path.mkdir()
     made = make_sweep({})
@@ -89,7 +89,7 @@ def test_of_two_launches_into_one_directory_the_second_is_refused(
     capsys,
     make_sweep,
 ):
-    """Also where the first one came to its end while the second one planned."""
+    """Here the first launch wrote its record while the second one was planning."""
     directory = SweepDir(tmp_path / "sweep")
     plan = multirun.plan_sweep
 
@@ -107,7 +107,7 @@ def test_of_two_launches_into_one_directory_the_second_is_refused(
 
 
 def test_a_sweep_that_cannot_be_made_is_refused(tiny_run, tmp_path, capsys):
-    """A file is in the way; a full disk is told likewise."""
+    """A file is in place of the parent directory."""
     (tmp_path / "file").touch()
     place = tmp_path / "file" / "sweep"
     assert cli.main(["-m", *tiny_run, "task=plan", f"hydra.sweep.dir={place}"]) == 3
@@ -122,7 +122,7 @@ def test_no_room_for_the_frozen_configurations_is_told(
     monkeypatch,
     capsys,
 ):
-    """Nothing has begun; with room, the same command may be given again."""
+    """Nothing was started; the same command works once there is room."""
 
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -139,7 +139,7 @@ def test_no_room_for_the_frozen_configurations_is_told(
 
 
 def test_a_page_that_fails_undoes_no_sweep(ended, monkeypatch):
-    """The exit code stays that of the jobs, and the reason is told."""
+    """The exit code is that of the jobs, and the reason is shown."""
 
     def refuse(_):
         raise OSError("disk full")

@@ -28,7 +28,7 @@ def attempt(started_utc):
 
 
 def test_the_error_on_record_is_the_reason(run, write_manifest):
-    """By its type and its words."""
+    """The reason has its type and message."""
     write_manifest(run, Status.FAILED, error=ERROR, attempts=[attempt(LATER)])
     found = outcome(run, Ended(exit_code=2), since_utc=UTC)
     assert (found.state, found.reason) == (JobState.FAILED, "DataError: no rows")
@@ -36,7 +36,7 @@ def test_the_error_on_record_is_the_reason(run, write_manifest):
 
 
 def test_an_error_of_an_earlier_attempt_is_not(run, write_manifest):
-    """This attempt ended before it could open the record."""
+    """The latest attempt ended before it opened the record."""
     write_manifest(run, Status.FAILED, error=ERROR, attempts=[attempt(UTC)])
     run.log.write_text("Traceback …\nImportError: no torch\n", "utf-8")
     found = outcome(run, Ended(exit_code=1), since_utc=LATER)
@@ -45,14 +45,14 @@ def test_an_error_of_an_earlier_attempt_is_not(run, write_manifest):
 
 
 def test_a_death_that_nobody_saw_may_pass(run, write_manifest):
-    """The process was not ours; its record says that it had begun."""
+    """The record of another launcher's process only says that it had started."""
     write_manifest(run, Status.STARTED)
     found = outcome(run, Ended(exit_code=None), since_utc=UTC)
     assert (found.state, found.may_pass) == (JobState.FAILED, True)
 
 
 def test_what_nobody_saw_is_read_from_the_record(run, write_manifest):
-    """Success and cancellation of a process that an earlier launcher had started."""
+    """An earlier launcher's process succeeded or was cancelled."""
     write_manifest(run, Status.SUCCEEDED)
     assert outcome(run, Ended(exit_code=None), since_utc=UTC).state is JobState.SUCCEEDED
     write_manifest(run, Status.CANCELLED)
@@ -60,7 +60,7 @@ def test_what_nobody_saw_is_read_from_the_record(run, write_manifest):
 
 
 def test_a_kill_after_success_is_no_success_yet(run, write_manifest):
-    """Its report may not be there; another attempt renders it."""
+    """Its report may be missing, which another attempt renders."""
     write_manifest(run, Status.SUCCEEDED)
     found = outcome(run, Ended(exit_code=-9), since_utc=UTC)
     assert (found.state, found.may_pass) == (JobState.FAILED, True)
@@ -68,7 +68,7 @@ def test_a_kill_after_success_is_no_success_yet(run, write_manifest):
 
 
 def test_damage_is_told_by_file(run, write_manifest):
-    """Whole, changed, gone, and of another configuration."""
+    """A file is whole, changed or missing, or the record has another configuration."""
     run.path.mkdir()
     file = run.path / "plan.json"
     file.write_bytes(b"{}")

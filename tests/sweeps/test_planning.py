@@ -28,7 +28,7 @@ def refusal(planned, *overrides):
 
 
 def test_every_cell_is_costed(planned, tmp_path):
-    """Time, memory and disk of each; nothing is written."""
+    """Time, memory and disk space of each; nothing is written."""
     sweep = planned("seed=1,2", "lora.r=4,8")
     assert [job.differs for job in sweep.jobs] == [
         (f"seed={seed}", f"lora.r={rank}") for seed in (1, 2) for rank in (4, 8)
@@ -51,7 +51,7 @@ def test_one_cell_is_a_sweep_as_well(planned):
 
 
 def test_one_bad_cell_stops_all_and_is_named(planned):
-    """With the way to run the others."""
+    """The message says how to run the others."""
     said = str(refusal(planned, "lora.r=8,0", "seed=1,2"))
     assert "lora.r: out of range" in said
     assert "2 of 4 cells cannot run, so none was started" in said
@@ -60,7 +60,7 @@ def test_one_bad_cell_stops_all_and_is_named(planned):
 
 
 def test_bad_cells_are_skipped_where_asked_for(planned):
-    """They are listed with their reason, and the others keep their numbers."""
+    """They are listed with the reason, and the other cells keep their numbers."""
     sweep = planned("lora.r=0,8,-1,4", "sweep.invalid=skip")
     assert [job.cell.number for job in sweep.jobs] == [1, 3]
     assert [(one["number"], one["same_as"]) for one in sweep.left_out] == [(0, None), (2, None)]
@@ -68,7 +68,7 @@ def test_bad_cells_are_skipped_where_asked_for(planned):
 
 
 def test_a_value_missing_in_one_cell_skips_that_cell(planned):
-    """model=hf needs an id that tiny_llama does not have."""
+    """model=hf needs an id, and tiny_llama has none."""
     sweep = planned("model=tiny_llama,hf", "sweep.invalid=skip")
     assert [job.differs for job in sweep.jobs] == [("model=tiny_llama",)]
     (out,) = sweep.left_out
@@ -77,19 +77,19 @@ def test_a_value_missing_in_one_cell_skips_that_cell(planned):
 
 
 def test_nothing_left_to_run_is_refused(planned):
-    """Also with sweep.invalid=skip."""
+    """A sweep without a valid cell is refused even with sweep.invalid=skip."""
     said = str(refusal(planned, "lora.r=0,-1", "sweep.invalid=skip"))
     assert said.count("lora.r: out of range") == 2
 
 
 def test_a_wrong_command_is_refused_whatever_is_skipped(planned):
-    """A key that does not exist is wrong in every cell."""
+    """An unknown key is wrong in every cell."""
     said = str(refusal(planned, "seed=1,2", "lora.rr=8", "sweep.invalid=skip"))
     assert "lora.rr: unknown key" in said
 
 
 def test_a_knob_without_effect_collapses_its_cells(planned):
-    """backend=full has no adapter: its ranks are one run, and the note says so."""
+    """backend=full has no adapter, so its ranks are one run, and a note says so."""
     sweep = planned("backend=qlora,full", "lora.r=4,8")
     assert [(job.cell.number, job.differs) for job in sweep.jobs] == [
         (0, ("backend=qlora", "lora.r=4")),
@@ -105,20 +105,20 @@ def test_a_knob_without_effect_collapses_its_cells(planned):
 
 
 def test_a_value_that_one_option_refuses_alone_collapses(planned):
-    """An unquantized base has no constants to quantize."""
+    """An unquantized base has no quantization constants."""
     sweep = planned("backend=qlora,lora", "quant.double_quant=true,false")
     assert [job.cell.number for job in sweep.jobs] == [0, 1, 2]
     assert [(one["number"], one["same_as"]) for one in sweep.left_out] == [(3, 2)]
 
 
 def test_a_knob_without_effect_anywhere_is_an_error(planned):
-    """Then it is the command that is wrong."""
+    """If no cell has the key, the command is wrong."""
     said = str(refusal(planned, "backend=full", "lora.r=4,8"))
     assert "lora.r: has no effect with backend=full" in said
 
 
 def test_the_same_rows_under_two_names_are_one_cell(planned, rows_file, tmp_path):
-    """The contract holds their content, not where they lie."""
+    """The contract depends on the content of the rows, not on their path."""
     other = tmp_path / "copy.jsonl"
     shutil.copy(rows_file, other)
     sweep = planned(f"data.path={rows_file},{other}")
@@ -127,14 +127,14 @@ def test_the_same_rows_under_two_names_are_one_cell(planned, rows_file, tmp_path
 
 
 def test_what_is_left_beside_the_adapter_keeps_cells_apart(planned):
-    """A logger changes nothing learned, but the runs do not come to the same."""
+    """The contract is the same, but the runs write different files."""
     sweep = planned("logger=none,csv")
     assert len({job.contract for job in sweep.jobs}) == 1
     assert len(sweep.jobs) == 2
 
 
 def test_seeds_are_no_duplicates(planned):
-    """One seed twice is one cell."""
+    """Different seeds are different cells; a repeated seed is one cell."""
     sweep = planned("seed=1,2,1")
     assert [job.cell.number for job in sweep.jobs] == [0, 1]
     assert [(one["number"], one["same_as"]) for one in sweep.left_out] == [(2, 0)]
@@ -152,12 +152,12 @@ def test_seeds_are_no_duplicates(planned):
     ],
 )
 def test_settings_of_a_sweep_are_judged(planned, override, said):
-    """By name, before anything is made."""
+    """The message names the setting, before anything is written."""
     assert said in str(refusal(planned, "seed=1,2", override))
 
 
 def test_a_directory_that_holds_a_sweep_is_refused(planned, tmp_path):
-    """With the way to continue it."""
+    """The message has the command to resume it."""
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "sweep.json").write_text("{}")
     error = refusal(planned, "seed=1,2", "hydra.sweep.dir=s")
@@ -166,7 +166,7 @@ def test_a_directory_that_holds_a_sweep_is_refused(planned, tmp_path):
 
 
 def test_jobs_that_need_too_much_memory_together_are_refused(planned, monkeypatch):
-    """Each fits alone: 500 MB at most in 700 MB."""
+    """Each fits alone, with 500 MB in 700 MB."""
     estimate = {
         "time_s": 1.0,
         "memory_bytes": 500_000_000,

@@ -1,6 +1,6 @@
-"""Launchers and sweepers of Hydra's plugins: hydra-submitit-launcher, hydra-list-sweeper, others.
+"""Hydra's plugins: hydra-submitit-launcher, hydra-list-sweeper and others.
 
-The launcher of hydra-joblib-launcher goes through every event of test_survival.py.
+hydra-joblib-launcher's launcher goes through every event of test_survival.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mens_exp.config.overrides import check
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals; run it on Linux")
 
-# As the page of hydra-list-sweeper writes it, in an experiment.
+# As on hydra-list-sweeper's page, in an experiment.
 PAIRS = """# @package _global_
 defaults:
   - override /hydra/sweeper: list
@@ -63,8 +63,8 @@ def pairs(tmp_path, monkeypatch):
 def test_plugins_run_what_local_runs(pairs, tiny_run, tmp_path, capsys):
     """hydra-list-sweeper pairs the values, and hydra-submitit-launcher starts the jobs.
 
-    The oracle is a sweep of our own launcher over the same two cells. The sweep goes on by asking
-    its sweeper again, and refuses results that are of other cells.
+    The oracle is a run of each of the two cells. The sweep is resumed by asking its sweeper again;
+    a sweeper that then lists other cells is refused.
     """
     usual = [text for text in tiny_run if not text.startswith("lora.")]
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
@@ -96,7 +96,7 @@ def test_plugins_run_what_local_runs(pairs, tiny_run, tmp_path, capsys):
 
 
 class Halving(Sweeper):
-    """A sweeper of two rounds: the second one is about the better cell of the first."""
+    """A sweeper of two rounds, of which the second is about the first one's better cell."""
 
     def __init__(self):
         self.returned = []
@@ -120,7 +120,7 @@ class Halving(Sweeper):
 
 @pytest.fixture
 def asking(monkeypatch, tmp_path):
-    """Let the plugin `list` be a sweeper of the test."""
+    """Use the given sweeper in place of the plugin `list`."""
     monkeypatch.chdir(tmp_path)
 
     def made(sweeper):
@@ -135,7 +135,7 @@ def asking(monkeypatch, tmp_path):
 
 
 def test_a_sweeper_gets_the_losses_round_by_round(asking, tiny_run, tmp_path):
-    """Each is that of the run's record; a rate that comes again runs again under its own number."""
+    """Each is the recorded loss; a rate that is proposed again runs again with its own number."""
     place, sweeper = tmp_path / "sweep", asking(Halving())
     words = ["-m", "hydra/sweeper=list", "hydra.launcher.n_jobs=2", f"hydra.sweep.dir={place}"]
     assert cli.main([*words, *tiny_run]) == 0
@@ -169,7 +169,7 @@ class Listed(Sweeper):
 
 
 def test_cells_that_cannot_run_are_refused_or_left_out(asking, tmp_path, capsys):
-    """All of them, or, with sweep.invalid=skip, with the reason as their result."""
+    """By default all are refused; with sweep.invalid=skip, each one's result is the reason."""
     place = tmp_path / "sweep"
     words = ["-m", "hydra/sweeper=list", "task=plan", "model=tiny_llama", "trainer=cpu"]
     words += [f"hydra.sweep.dir={place}"]
@@ -189,7 +189,7 @@ def test_cells_that_cannot_run_are_refused_or_left_out(asking, tmp_path, capsys)
 
 
 def test_a_sweeper_that_fails_is_named(asking, tmp_path, capsys):
-    """With its own error, and how to go on."""
+    """The message has the sweeper's own error, and the command to resume."""
     asking(Listed(error=ZeroDivisionError("no volume is left")))
     place = tmp_path / "sweep"
     words = ["-m", "hydra/sweeper=list", "task=plan", "model=tiny_llama", "trainer=cpu"]
@@ -201,7 +201,7 @@ def test_a_sweeper_that_fails_is_named(asking, tmp_path, capsys):
 
 
 def test_a_plugin_that_starts_nothing_is_quoted(tmp_path, monkeypatch):
-    """The reason of each job is the last thing that it said."""
+    """The reason of each job is the plugin's error."""
     monkeypatch.chdir(tmp_path)
     place = tmp_path / "sweep"
     words = ["-m", "task=plan", "model=tiny_llama", "trainer=cpu", "seed=1,2"]
@@ -214,7 +214,7 @@ def test_a_plugin_that_starts_nothing_is_quoted(tmp_path, monkeypatch):
 
 
 def test_a_round_of_one_cell_that_cannot_run_is_left_out_too(asking, tmp_path):
-    """As a search proposes them; what is wrong with the sweep itself is still refused."""
+    """With sweep.invalid=skip, as for a search that proposes one cell at a time."""
     words = ["-m", "hydra/sweeper=list", "task=plan", "model=tiny_llama", "trainer=cpu"]
     words += ["sweep.invalid=skip", f"hydra.sweep.dir={tmp_path}/sweep"]
     sweeper = asking(Listed(["lora.r=0"]))
@@ -228,7 +228,7 @@ def test_a_round_of_one_cell_that_cannot_run_is_left_out_too(asking, tmp_path):
 
 
 class Stubborn(Listed):
-    """A sweeper that goes on whatever happens to a round."""
+    """A sweeper that continues whatever happens to a round."""
 
     def sweep(self, arguments):
         self.went_on = False
@@ -238,7 +238,7 @@ class Stubborn(Listed):
 
 
 def test_a_refusal_ends_a_sweeper_that_catches_errors(asking, tmp_path, capsys):
-    """It would otherwise propose cells that nobody is to run."""
+    """Otherwise it would propose cells that nobody will run."""
     sweeper = asking(Stubborn(["lora.r=0"]))
     words = ["-m", "hydra/sweeper=list", "task=plan", "model=tiny_llama", "trainer=cpu"]
     assert cli.main([*words, f"hydra.sweep.dir={tmp_path}/sweep"]) == 2
@@ -251,7 +251,7 @@ def refused(*texts):
 
 
 def test_what_no_plugin_has_is_refused(monkeypatch):
-    """With the package that would have it, where Hydra's own is known."""
+    """For Hydra's own plugins, the message names the package to install."""
     (problem,) = refused("seed=1,2", "hydra/launcher=rq")
     assert problem.remedy == "pip install hydra-rq-launcher"
     (problem,) = refused("seed=1,2", "hydra/sweeper=nothing")
@@ -262,7 +262,7 @@ def test_what_no_plugin_has_is_refused(monkeypatch):
 
 
 def test_objectives_are_a_plugins(tmp_path, capsys):
-    """Elsewhere they have no effect; KPIs that do not exist are refused before anything runs."""
+    """Otherwise they have no effect; unknown KPIs are refused before anything runs."""
     (problem,) = refused("seed=1,2", "sweep.objectives=[val_loss]")
     assert "has no effect with hydra/sweeper=basic" in str(problem)
     (problem,) = refused("lora.r=2,4", "hydra/sweeper=optuna", "sweep.objectives=[val_loss]")

@@ -24,7 +24,7 @@ from mens_exp.sweeps.slurm_commands import Seen
 
 @pytest.fixture
 def begun(monkeypatch):
-    """Take the place of the launcher, and keep what it was to run."""
+    """Replace the launcher, and record the sweep that it would run."""
     taken = []
 
     def finish(launcher):
@@ -60,7 +60,7 @@ def refused(capsys, *arguments):
 
 
 def test_every_job_stands_as_its_directory_says(make_sweep, write_manifest, tmp_path, begun):
-    """Whatever the launcher lived to note: done, dead at work, failed, cancelled, never begun."""
+    """Done, dead, failed, cancelled or never started, whatever the launcher had recorded."""
     running = {"state": JobState.RUNNING, "attempts": [attempt()]}
     record = make_sweep(running, running, {"state": JobState.FAILED, "reason": "r"}, {}, {})
     ends = [Status.SUCCEEDED, Status.STARTED, Status.FAILED, Status.CANCELLED]
@@ -75,7 +75,7 @@ def test_every_job_stands_as_its_directory_says(make_sweep, write_manifest, tmp_
 
 
 def test_a_done_job_is_verified(make_sweep, write_manifest, tmp_path, begun):
-    """Changed files make it failed, which is no reason not to run the others."""
+    """A job with changed files becomes failed, and the others still run."""
     record = make_sweep({"state": JobState.SUCCEEDED}, {"state": JobState.SUCCEEDED}, {})
     for job, content in zip(record.jobs, (b"{}", b"[]"), strict=False):
         run = RunDir(tmp_path / job["directory"])
@@ -89,7 +89,7 @@ def test_a_done_job_is_verified(make_sweep, write_manifest, tmp_path, begun):
 
 
 def test_a_damaged_record_is_no_reason_to_begin_anew(make_sweep, tmp_path, begun):
-    """What lies there may be all there is of a long run."""
+    """The files may be all that is left of a long run."""
     record = make_sweep({})
     run = RunDir(tmp_path / record.jobs[0]["directory"])
     run.path.mkdir()
@@ -101,7 +101,7 @@ def test_a_damaged_record_is_no_reason_to_begin_anew(make_sweep, tmp_path, begun
 
 @pytest.mark.parametrize("gone", ["config.yaml", "job.json", ""], ids=lambda name: name or "all")
 def test_a_job_without_its_frozen_configuration_is_failed(make_sweep, tmp_path, begun, gone):
-    """Its directory was deleted by hand, say; the others go on."""
+    """The directory may have been deleted by hand; the other jobs run."""
     record = make_sweep({"state": JobState.SUCCEEDED}, {})
     place = stored(record, tmp_path)
     path = tmp_path / record.jobs[0]["directory"]
@@ -117,7 +117,7 @@ def test_a_job_without_its_frozen_configuration_is_failed(make_sweep, tmp_path, 
 
 
 def test_a_sweep_that_cannot_be_written_to_is_refused(make_sweep, tmp_path, capsys):
-    """A directory lies where its lock would; as on a disk that is read-only."""
+    """A directory is in place of the lock file, as if the disk were read-only."""
     place = stored(make_sweep({}), tmp_path)
     SweepDir(place).lock.mkdir()
     assert cli.main([f"sweep.resume={place}"]) == 3
@@ -128,7 +128,7 @@ def test_a_sweep_that_cannot_be_written_to_is_refused(make_sweep, tmp_path, caps
 
 @pytest.mark.parametrize("noted", [True, False], ids=["noted", "known by its lock"])
 def test_a_process_at_work_is_waited_for(make_sweep, tmp_path, begun, noted):
-    """A launcher that died may not have lived to note the process that it started."""
+    """A launcher may have died before it recorded the process that it started."""
     me = psutil.Process()
     ours = attempt(pid=me.pid, process_started=me.create_time())
     noted_job = {"state": JobState.RUNNING, "attempts": [ours]}
@@ -146,7 +146,7 @@ def test_a_process_at_work_is_waited_for(make_sweep, tmp_path, begun, noted):
 
 
 def test_only_what_holds_for_the_rest_can_change(make_sweep, tmp_path, begun, capsys):
-    """The number of jobs and of retries may; a seed, and the threads results depend on, may not."""
+    """The number of jobs and retries may change; a seed or the number of threads may not."""
     place = stored(make_sweep({}, threads=3), tmp_path)
     may = ["hydra.launcher.n_jobs=2", "sweep.retries=5"]
     assert cli.main([f"sweep.resume={place}", *may]) == 0
@@ -168,7 +168,7 @@ def test_only_what_holds_for_the_rest_can_change(make_sweep, tmp_path, begun, ca
 def test_other_nodes_are_refused(
     make_sweep, tmp_path, begun, monkeypatch, capsys, nodes, queued, said
 ):
-    """A job that waits would start with the number that it was submitted with."""
+    """A queued job would start with the number of nodes of its submission."""
     seen = {
         name: Seen(queue_id=name, number=0, state="PENDING", reason="None", exit_code=None)
         for name in queued
@@ -185,7 +185,7 @@ def test_other_nodes_are_refused(
 
 @pytest.fixture
 def of_two_nodes(make_sweep, tmp_path, monkeypatch):
-    """A sweep of two jobs on two nodes, frozen and not begun."""
+    """A frozen sweep of two jobs on two nodes, which has not started."""
     monkeypatch.setattr(resume, "queue_of", lambda _: {})
     monkeypatch.setattr(resume, "executor_problems", lambda *_: [])
     settings = launcher_values(SlurmLauncher(nodes=2))
@@ -210,7 +210,7 @@ def of_two_nodes(make_sweep, tmp_path, monkeypatch):
 
 
 def frozen(place):
-    """Return, for each job, the nodes of its files, and whether all its digests agree."""
+    """Return the numbers of nodes in each job's files, and whether all digests agree."""
     found = []
     for job in SweepRecord.read(SweepDir(place).record).jobs:
         run = RunDir(place / job["directory"])
@@ -226,7 +226,7 @@ ONE, TWO = ((number, [f"trainer.num_nodes={number}"], True) for number in (1, 2)
 
 @pytest.mark.parametrize("write", range(7))
 def test_a_move_to_other_nodes_that_is_killed_is_completed(of_two_nodes, begun, monkeypatch, write):
-    """Before any of its six writes: the next command needs no number, and all files agree."""
+    """Killed before any of the six writes, the next command completes it, without the number."""
     rename, done = os.replace, []
 
     def killed(source, target, **more):
@@ -248,7 +248,7 @@ def test_a_move_to_other_nodes_that_is_killed_is_completed(of_two_nodes, begun, 
 
 
 def test_a_configuration_that_was_edited_is_not_frozen_anew(of_two_nodes, begun):
-    """The job refuses it, by the digest that the record still has."""
+    """The job refuses it, because the record still has the original digest."""
     run = next(of_two_nodes.glob("0*"))
     text = RunDir(run).config.read_text("utf-8")
     RunDir(run).config.write_text(text.replace("seed: 0", "seed: 7"), "utf-8")
@@ -257,7 +257,7 @@ def test_a_configuration_that_was_edited_is_not_frozen_anew(of_two_nodes, begun)
 
 
 def test_a_sweep_of_joblib_goes_on_with_local(make_sweep, make_search, tmp_path, begun, capsys):
-    """As many jobs at a time as at its launch; it says so once, and the record keeps it."""
+    """As many jobs run at a time as at launch; one message says so, and the record keeps it."""
     fixed = ["seed=3", "hydra/launcher=joblib", "hydra.launcher.backend=loky"]
     settings = {"n_jobs": -1, "backend": "loky", "threads": None}
     place = stored(
@@ -286,7 +286,7 @@ def test_a_sweep_of_joblib_goes_on_with_local(make_sweep, make_search, tmp_path,
 def test_a_sweep_of_slurm_keeps_its_launcher_under_its_new_name(
     make_sweep, tmp_path, begun, monkeypatch
 ):
-    """Its settings stay, and its jobs are looked for in Slurm's queue, not among processes here."""
+    """Its settings stay, and jobs are looked up in the queue instead of among processes."""
     monkeypatch.setattr(resume, "executor_problems", lambda *_: [])
     running = {"state": JobState.RUNNING, "attempts": [attempt(pid=os.getpid())]}
     running["attempts"][0]["process_started"] = psutil.Process().create_time()
@@ -306,7 +306,7 @@ def test_a_sweep_of_slurm_keeps_its_launcher_under_its_new_name(
     "broken", [{"launcher": ["joblib"]}, {"launcher_settings": 3}, {"search": {}}, {"notes": 1}]
 )
 def test_a_damaged_record_of_joblib_is_refused(make_sweep, tmp_path, capsys, broken):
-    """By what is wrong with it, as one of today."""
+    """The message names the damaged key, as for a current record."""
     place = stored(make_sweep({}, launcher="joblib"), tmp_path)
     path = SweepDir(place).record
     path.write_text(json.dumps({**json.loads(path.read_text("utf-8")), "version": 1, **broken}))
@@ -325,7 +325,7 @@ def test_other_code_is_refused_unless_told(make_sweep, tmp_path, begun, capsys):
 
 
 def test_what_is_no_sweep_is_refused(make_sweep, tmp_path, capsys):
-    """A directory without a record, none at all, and one whose record leads elsewhere."""
+    """A directory without a record, no directory, and a record with a path outside of it."""
     assert "no sweep.json in this directory" in refused(capsys, f"sweep.resume={tmp_path}")
     assert "no such directory" in refused(capsys, f"sweep.resume={tmp_path / 'gone'}")
     record = make_sweep({})
@@ -335,7 +335,7 @@ def test_what_is_no_sweep_is_refused(make_sweep, tmp_path, capsys):
 
 
 def test_two_launchers_do_not_share_a_sweep(make_sweep, tmp_path, capsys):
-    """The second one is refused while the first one lives."""
+    """The second one is refused while the first one is running."""
     place = stored(make_sweep({}), tmp_path)
     waits = [sys.executable, "-c", "import sys; sys.stdin.read()"]
     with subprocess.Popen(waits, stdin=subprocess.PIPE) as other:

@@ -1,4 +1,4 @@
-"""Cells of a search, composed for real."""
+"""Cells of a search, really composed."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def cells(tiny_run, tmp_path, monkeypatch):
 
 
 def chosen(**values):
-    """Draw what is told; a key that is not told must not be drawn."""
+    """Draw the given values; any other key must not be drawn."""
     return lambda dimension: values[dimension["key"].replace(".", "_")]
 
 
 def test_what_does_nothing_beside_the_options_is_not_drawn(cells):
-    """backend=full has no adapter, so no rank; the sampler never learns of one."""
+    """backend=full has no adapter and no rank, so the sampler is not asked for one."""
     made = cells("backend=full,qlora", "lora.r=4,8", "optim.lr=interval(0.001,0.01)")
     drawn = made.draw(3, chosen(backend="full", optim_lr=0.002))
     assert drawn.problems == ()
@@ -42,7 +42,7 @@ def test_what_does_nothing_beside_the_options_is_not_drawn(cells):
 
 
 def test_a_key_that_one_option_alone_has_is_drawn_beside_it(cells):
-    """The other optimizer has no betas to speak of; the command is no mistake."""
+    """Lion has no eps, but the command is valid."""
     made = cells("optim=adamw,lion", "optim.eps=1e-8,1e-6")
     assert "optim.eps" not in made.draw(0, chosen(optim="lion")).params
     drawn = made.draw(1, chosen(optim="adamw", optim_eps="1e-6"))
@@ -51,7 +51,7 @@ def test_a_key_that_one_option_alone_has_is_drawn_beside_it(cells):
 
 
 def test_a_draw_that_cannot_run_has_its_reason(cells):
-    """The range of a key is its schema's, whatever the command says."""
+    """The range comes from the schema of the key, not from the command."""
     drawn = cells("lora.dropout=interval(0,2)").draw(0, chosen(lora_dropout=1.5))
     assert drawn.cell is None
     assert "lora.dropout: out of range" in str(drawn.problems[0])
@@ -63,7 +63,7 @@ def probed(cells):
 
 
 def test_both_ends_are_composed_before_the_first_draw(cells):
-    """Here the upper one can never run."""
+    """The upper end of this interval can never run."""
     found, general = probed(cells("lora.dropout=interval(0,2)", "lora.r=4,8"))
     assert general == []
     assert len(found.cells) == 1
@@ -73,7 +73,7 @@ def test_both_ends_are_composed_before_the_first_draw(cells):
 
 
 def test_options_that_do_not_go_together_are_told(cells):
-    """The others can be searched."""
+    """The other options can be searched."""
     found, general = probed(cells("model=tiny_llama,hf", "lora.r=4,8"))
     assert general == []
     assert len(found.cells) == 1
@@ -82,7 +82,7 @@ def test_options_that_do_not_go_together_are_told(cells):
 
 
 def test_a_wrong_command_is_wrong_as_a_whole(cells):
-    """An unknown key, and one that nothing drawn reads."""
+    """An unknown key, or a key that no trial reads."""
     assert "lora.rr: unknown key" in probed(cells("lora.rr=4,8"))[1][0]
     assert "nonsense: unknown key" in probed(cells("lora.r=4,8", "nonsense=1"))[1][0]
     (said,) = probed(cells("backend=full", "lora.r=4,8"))[1]

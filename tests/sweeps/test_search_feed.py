@@ -26,7 +26,7 @@ from mens_exp.sweeps.searching import Search
 
 
 class Draws:
-    """Draws the ranks it is told, and means by 0 one that cannot run."""
+    """Cells that draw the given ranks; 0 stands for a cell that cannot run."""
 
     def __init__(self, *ranks):
         self.ranks = ranks
@@ -48,7 +48,7 @@ class Draws:
 
 
 class Suggested:
-    """Draws all that there is to draw, through the sampler."""
+    """Cells that draw every dimension through the sampler."""
 
     def __init__(self, space):
         self.space = space
@@ -63,11 +63,11 @@ class Suggested:
 
 
 class Killed(BaseException):
-    """The end of a launcher."""
+    """The launcher's death."""
 
 
 class Stage:
-    """One search, and what becomes of its jobs."""
+    """One search, with a way to end its jobs."""
 
     def __init__(self, directory, record, write):
         self.directory, self.record, self.write = directory, record, write
@@ -84,9 +84,9 @@ class Stage:
         job["state"], job["reason"] = state, None if state is JobState.SUCCEEDED else "a reason"
 
     def go_on(self, end=lambda _: None):
-        """Do what a launcher does to the end, one trial at a time, from what is on disk.
+        """Run what a launcher does from the files on disk, one trial at a time, to the end.
 
-        `end` may end a job in its own way, and says then that it did.
+        `end` may end a job itself, and then returns true.
         """
         if self.directory.record.exists():
             self.record = SweepRecord.read(self.directory.record)
@@ -116,14 +116,14 @@ class Stage:
         return [job for job in self.record.jobs if job["state"] == JobState.WAITING]
 
     def loss(self, number):
-        """Return the loss of a trial: 1e-3 is the best rate, and 4 the best rank."""
+        """Return a trial's loss, which is smallest for the rate 1e-3 and the rank 4."""
         assert self.record.search is not None
         params = self.record.search["trials"][number]["params"]
         rate, rank = (float(params[key].partition("=")[2]) for key in ("optim.lr", "lora.r"))
         return (math.log10(rate) + 3) ** 2 + 0.001 * rank
 
     def fail(self, job, exit_code, **error):
-        """End a job as a process that failed."""
+        """End a job like a process that failed."""
         run = RunDir(self.directory.path / job["directory"])
         if error:
             told = {"message": "words", "remedy": None, "exit_code": exit_code or 3, **error}
@@ -141,7 +141,7 @@ class Stage:
         )
 
     def lasting(self):
-        """Return what is on disk but for what a disturbance may change: attempts and notes."""
+        """Return what is on disk, except what a disturbance may change: attempts and notes."""
         read = SweepRecord.read(self.directory.record)
         jobs = [{**job, "attempts": None} for job in read.jobs]
         return jobs, read.search, read.left_out
@@ -162,8 +162,8 @@ def stage(
     make_search,
     write_manifest,
 ):
-    """Set a search up; its jobs are records alone."""
-    record = make_sweep({})  # once, as it reads all of our code
+    """Set up a search whose jobs are only records."""
+    record = make_sweep({})  # once, since it reads all of the code
     job = record.jobs.pop()
 
     def job_record(planned):
@@ -193,7 +193,7 @@ def stage(
 
 
 def test_each_trial_is_a_job_and_gets_its_value(stage):
-    """So many, and no more; the best is named as results come in."""
+    """Only n_trials are drawn; the best one is updated with each result."""
     it = stage(n_trials=2)
     search = it.open(4, 8)
     for loss in (2.0, 1.0):
@@ -209,7 +209,7 @@ def test_each_trial_is_a_job_and_gets_its_value(stage):
 
 
 def test_a_trial_that_cannot_run_fails_and_the_next_is_drawn(stage):
-    """With the reason, on both lists."""
+    """Both records have the reason."""
     it = stage(n_trials=3)
     assert it.open(0, 0, 8).supply()
     assert [row[0] for row in it.rows] == ["failed", "failed", "running"]
@@ -218,11 +218,11 @@ def test_a_trial_that_cannot_run_fails_and_the_next_is_drawn(stage):
 
 
 def test_trials_that_come_to_the_same_run_once(stage):
-    """The later one takes the values of the earlier, at once or as soon as they are there."""
+    """The later one gets the earlier one's values, at once or when they are available."""
     it = stage(n_trials=4)
     search = it.open(4, 4, 8, 4)
     assert search.supply()
-    assert search.supply()  # the second was a repeat of what is still at work
+    assert search.supply()  # the second one repeats a running trial
     first, second = it.record.jobs
     assert [row[:2] for row in it.rows] == [("running", 0), ("running", 0), ("running", 2)]
     it.end(first, 2.0)
@@ -238,7 +238,7 @@ def test_trials_that_come_to_the_same_run_once(stage):
 
 
 def test_the_sampler_is_told_of_every_end(stage):
-    """Failed, pruned, and a success without a value."""
+    """Failed, pruned, and succeeded without a value."""
     it = stage(n_trials=3)
     search = it.open(4, 8, 16)
     for loss, state in (
@@ -258,7 +258,7 @@ def test_the_sampler_is_told_of_every_end(stage):
 
 
 def test_a_search_stops_when_all_it_starts_fails(stage):
-    """The fault is no draw's then; going on begins to count anew."""
+    """Then the draws are not to blame; after resuming, the count starts again."""
     it = stage(n_trials=9)
     ranks = range(1, 10)
     search = it.open(*ranks)
@@ -274,7 +274,7 @@ def test_a_search_stops_when_all_it_starts_fails(stage):
 
 
 def test_a_worse_loss_ends_a_trial(stage):
-    """By what its telemetry says while it runs."""
+    """Its telemetry is read while it runs."""
     it = stage(n_trials=2, pruner="median", pruner_startup_trials=1, pruner_min_steps=1)
     search = it.open(4, 8)
     told = []
@@ -291,7 +291,7 @@ def test_a_worse_loss_ends_a_trial(stage):
             encoding="utf-8",
         )
         told.append(search.watch(job))
-        assert search.watch(job) is None  # looked at a moment ago
+        assert search.watch(job) is None  # it was read a moment ago
         it.end(job, loss)
         search.settle(job)
     assert told == [None, "ended by the search at step 3: validation loss 2.0000 (pruner=median)"]
@@ -300,7 +300,7 @@ def test_a_worse_loss_ends_a_trial(stage):
 
 
 def test_several_objectives_have_a_front(stage):
-    """Fewer bytes and a lower loss; what is worse in both is not on it."""
+    """Fewer bytes and a lower loss are better; the front omits a trial that is worse in both."""
     it = stage(n_trials=3, objectives=["val_loss", "peak_bytes"], directions=["minimize"] * 2)
     search = it.open(4, 8, 16)
     for loss, size in ((1.0, 300), (2.0, 100), (3.0, 200)):
@@ -317,7 +317,7 @@ def test_several_objectives_have_a_front(stage):
 
 
 def test_record_and_journal_are_brought_together(stage):
-    """What ended unseen is told, what was lost is drawn again, and what failed stays so."""
+    """Unseen ends are told, lost trials are drawn again, and failures stay."""
     it = stage(n_trials=5)
     search = it.open(4, 8, 16, 32)
     for _ in range(3):
@@ -325,9 +325,9 @@ def test_record_and_journal_are_brought_together(stage):
     done, failed, waiting = it.record.jobs
     it.fail(failed, 2, type="DataError")
     search.settle(failed)
-    search._study.ask(3)  # and the launcher died before the record had it
+    search._study.ask(3)  # and the launcher died before it wrote the record
     it.end(done, 2.0)
-    failed["state"] = JobState.WAITING  # as going on takes a job that did not succeed
+    failed["state"] = JobState.WAITING  # as resuming does to a job that did not succeed
     search = it.open(4, 8, 16, 32, 64)
     search.catch_up()
     assert [row[0] for row in it.rows] == ["complete", "failed", "running"]
@@ -345,7 +345,7 @@ TPE = {"sampler": "tpe", "startup_trials": 1, "n_trials": 3}
 
 
 def kill_at(monkeypatch, number, *, torn):
-    """Kill the launcher before its n-th write, or after half of it; return how many there were."""
+    """Kill the launcher before its n-th write or after half of it; return a write counter."""
     count = 0
 
     def killing(write, half):
@@ -372,8 +372,8 @@ def kill_at(monkeypatch, number, *, torn):
 
 @pytest.mark.parametrize("torn", [False, True], ids=["before", "torn"])
 def test_a_search_killed_at_any_write_goes_on_to_the_same_record(stage, monkeypatch, torn):
-    """Killed a second time while it goes on, too; each later draw depends on the first result."""
-    monkeypatch.setattr(os, "fsync", lambda _: None)  # what is killed here is no machine
+    """A search killed again while resuming does too; later draws depend on the first result."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # the process is killed, not the machine
     whole = stage("whole", **TPE)
     with monkeypatch.context() as patch:
         writes = kill_at(patch, -1, torn=torn)
@@ -392,7 +392,7 @@ def test_a_search_killed_at_any_write_goes_on_to_the_same_record(stage, monkeypa
 
 
 def of_machine(error):
-    """Return what the record of a run says of an error of the machine."""
+    """Return the error of a run's record for a fault of the machine."""
     fault = machine_fault(error)
     assert fault is not None
     return {"type": type(error).__name__, "remedy": fault.remedy}
@@ -408,7 +408,7 @@ BROKEN = of_machine(OSError(errno.EIO, "Input/output error"))
     ids=["full", "broken", "full, which nobody saw", "too full for a record"],
 )
 def test_a_trial_that_the_disk_failed_runs_again_before_more_are_drawn(stage, code, error):
-    """As its result decides on them: the record is that of a search that nothing disturbed."""
+    """Later draws depend on its result, so the record equals an undisturbed search's."""
     whole = stage("whole", **TPE)
     whole.go_on()
     it = stage(**TPE)
@@ -439,7 +439,7 @@ EXTRA = {"type": "MissingExtra", "remedy": "pip install it"}
     ids=["killed", "died unseen", "memory", "memory of a GPU", "extra"],
 )
 def test_a_trial_that_fails_by_the_machine_alone_runs_again_later(stage, code, error):
-    """The others go on meanwhile; draws that depend on no result are the same."""
+    """The others run meanwhile; draws that depend on no result are the same."""
     settings = {"sampler": "random", "n_trials": 4}
     whole = stage("whole", **settings)
     whole.go_on()
@@ -458,7 +458,7 @@ def test_a_trial_that_fails_by_the_machine_alone_runs_again_later(stage, code, e
 
 
 def test_a_trial_whose_process_was_killed_after_its_end_has_its_value(stage):
-    """Its run says that it succeeded, which is all that counts when the search goes on."""
+    """Its run's record says succeeded, and that counts when the search is resumed."""
     whole = stage("whole", sampler="random", n_trials=3)
     whole.go_on()
     it = stage(sampler="random", n_trials=3)
@@ -477,7 +477,7 @@ def test_a_trial_whose_process_was_killed_after_its_end_has_its_value(stage):
 
 
 def test_a_trial_whose_process_could_not_be_started_runs_again(stage):
-    """It has no attempt; trials that come to the same take its values in the end."""
+    """It has no attempt; equal trials get its values in the end."""
     it = stage(n_trials=2)
     search = it.open(4, 4)
     search.supply()
@@ -501,7 +501,7 @@ def test_a_trial_whose_process_could_not_be_started_runs_again(stage):
     [(2, "DataError"), (4, "GateError"), (1, "TrainingError"), (1, "KeyError")],
 )
 def test_a_trial_that_fails_by_itself_is_not_run_again(stage, code, name):
-    """A request, a gate, a loss that is not finite, a bug: the sampler was told so."""
+    """A wrong request, a gate, a non-finite loss or a bug: the sampler keeps the failure."""
     it = stage(sampler="random", n_trials=3)
 
     def end(job):
@@ -518,7 +518,7 @@ def test_a_trial_that_fails_by_itself_is_not_run_again(stage, code, name):
 
 
 def test_a_record_can_be_read_back(stage):
-    """Trials, space and states are of their declared types."""
+    """Trials, space and states have their declared types."""
     it = stage(n_trials=1)
     it.open(4).supply()
     again = SweepRecord.read(it.directory.record)

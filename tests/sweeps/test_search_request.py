@@ -9,7 +9,7 @@ from mens_exp.sweeps.search_request import read_request
 
 @pytest.fixture
 def asked(tiny_run, tmp_path, monkeypatch):
-    """Ask for a search over the rank of `tiny_run` in an empty working directory."""
+    """Request a search over the rank of `tiny_run` in an empty working directory."""
     monkeypatch.chdir(tmp_path)
 
     def made(*overrides):
@@ -28,7 +28,7 @@ def refusal(asked, *overrides):
 
 
 def test_directions_are_those_of_the_kpis(asked, tmp_path):
-    """A loss and memory fall; nothing is written yet."""
+    """Loss and memory are minimized; nothing is written yet."""
     request = asked(
         "hydra.sweeper.objectives=[val_loss,peak_bytes,tokens_per_s]",
         "hydra.sweeper.sampler=random",
@@ -45,7 +45,7 @@ def test_directions_are_those_of_the_kpis(asked, tmp_path):
 
 
 def test_all_that_is_wrong_with_the_settings_is_told_at_once(asked):
-    """Each with its place."""
+    """Each problem has its place."""
     said = refusal(
         asked,
         "hydra.sweeper.n_trials=0",
@@ -69,13 +69,13 @@ def test_all_that_is_wrong_with_the_settings_is_told_at_once(asked):
 
 
 def test_a_kpi_of_a_suite_needs_one(asked):
-    """suite=none scores nothing."""
+    """suite=none has no scores."""
     said = refusal(asked, "hydra.sweeper.objectives=[task_success]")
     assert "is measured by a suite, but none is chosen · found task_success" in said
 
 
 def test_directions_stand_beside_objectives(asked):
-    """As many, and no other words."""
+    """There must be as many as objectives, with valid names."""
     said = refusal(asked, "hydra.sweeper.directions=[minimize,up]")
     assert "directions: needs one for each objective" in said
     given = asked("hydra.sweeper.objectives=[tokens]", "hydra.sweeper.directions=[maximize]")
@@ -83,7 +83,7 @@ def test_directions_stand_beside_objectives(asked):
 
 
 def test_pruning_needs_validations_and_the_loss_alone(asked):
-    """Otherwise it would do nothing, or end the wrong trials."""
+    """Otherwise it would have no effect, or would prune the wrong trials."""
     said = refusal(
         asked, "hydra.sweeper.pruner=median", "hydra.sweeper.objectives=[val_loss,peak_bytes]"
     )
@@ -94,7 +94,7 @@ def test_pruning_needs_validations_and_the_loss_alone(asked):
 
 
 def test_tpe_needs_results_while_it_draws(asked):
-    """Where all are drawn before one has ended, they are drawn at random."""
+    """If all trials are drawn before one has ended, TPE has nothing to model."""
     tpe = ["hydra.launcher.n_jobs=3", "hydra.sweeper.n_trials=3", "hydra.sweeper.startup_trials=2"]
     said = refusal(asked, *tpe)
     assert "hydra.launcher.n_jobs: leaves sampler=tpe nothing to model" in said
@@ -105,12 +105,12 @@ def test_tpe_needs_results_while_it_draws(asked):
     said = refusal(asked, "hydra/launcher=slurm")
     assert "hydra.launcher.array_parallelism: leaves sampler=tpe nothing to model" in said
     assert "256 trials at a time, 20 in all" in said
-    few = asked(*tpe, "hydra.sweeper.n_trials=2")  # all of them are drawn at random as it is
+    few = asked(*tpe, "hydra.sweeper.n_trials=2")  # all of them are startup trials, drawn at random
     assert few.search["startup_trials"] == 2
 
 
 def test_what_keeps_a_launcher_from_working_keeps_a_search_from_it(asked, monkeypatch, tmp_path):
-    """No jobs at a time, and a machine without Slurm."""
+    """Zero jobs at a time, or a machine without Slurm."""
     assert "n_jobs: out of range" in refusal(asked, "hydra.launcher.n_jobs=0")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SetupError, match="Slurm's commands were not found"):
@@ -118,12 +118,12 @@ def test_what_keeps_a_launcher_from_working_keeps_a_search_from_it(asked, monkey
 
 
 def test_nothing_to_draw_is_no_search(asked):
-    """One value for each key is a sweep of one job."""
+    """With one value for each key it is a sweep of one job."""
     assert "there is nothing to draw" in refusal(asked, "lora.r=4")
 
 
 def test_a_space_may_stand_in_an_experiment(asked, tmp_path):
-    """As Hydra's Optuna sweeper documents it; a value of the command line takes precedence."""
+    """In the form of Hydra's Optuna sweeper; a value on the command line takes precedence."""
     file = tmp_path / "conf" / "experiment" / "drawn.yaml"
     file.parent.mkdir(parents=True)
     file.write_text(
@@ -145,7 +145,7 @@ def test_a_space_may_stand_in_an_experiment(asked, tmp_path):
 
 
 def test_what_can_never_run_stops_a_search_unless_told(asked):
-    """With sweep.invalid=skip it becomes a note, and its draws fail."""
+    """With sweep.invalid=skip it becomes a note, and such draws fail."""
     said = refusal(asked, "lora.r=4,0")
     assert "lora.r: out of range" in said
     assert "sweep.invalid=skip" in said
@@ -154,12 +154,12 @@ def test_what_can_never_run_stops_a_search_unless_told(asked):
 
 
 def test_an_unknown_setting_is_refused(asked):
-    """By Hydra's own schema of it."""
+    """Hydra's own schema of the sweeper refuses unknown settings."""
     assert "trials" in refusal(asked, "hydra.sweeper.trials=3")
 
 
 def test_a_search_does_not_write_over_a_sweep(asked, tmp_path):
-    """It is to be continued, or another directory chosen."""
+    """The message suggests to resume it or to choose another directory."""
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "sweep.json").write_text("{}", encoding="utf-8")
     said = refusal(asked, f"hydra.sweep.dir={tmp_path / 's'}")

@@ -11,12 +11,12 @@ from mens_exp.sweeps.search_study import Study
 
 
 def loss_of(params):
-    """What decides is the learning rate; 1e-3 is best."""
+    """Return a loss that depends mainly on the learning rate; 1e-3 is best."""
     return (math.log10(params["optim.lr"]) + 3) ** 2 + 0.001 * int(params["lora.r"])
 
 
 def drawn(study, search, first, trials):
-    """Draw, and tell each trial's loss."""
+    """Draw trials, and tell each one's loss."""
     found = []
     for number in range(first, first + trials):
         trial = study.ask(number)
@@ -28,7 +28,7 @@ def drawn(study, search, first, trials):
 
 @pytest.mark.parametrize("sampler", ["random", "tpe"])
 def test_a_search_that_goes_on_draws_what_it_would_have(make_search, tmp_path, sampler):
-    """Each draw comes of the seed, the trial's number and the results so far."""
+    """A draw depends on the seed, the trial's number and the results so far."""
     search = make_search(sampler=sampler, startup_trials=3)
     whole = drawn(Study(tmp_path / "whole", search), search, 0, 12)
     first = drawn(Study(tmp_path / "parts", search), search, 0, 5)
@@ -42,7 +42,7 @@ def test_a_search_that_goes_on_draws_what_it_would_have(make_search, tmp_path, s
 
 @pytest.mark.parametrize("sampler", ["random", "tpe"])
 def test_a_search_that_goes_back_draws_what_it_would_have(make_search, tmp_path, sampler):
-    """Of a lost trial nothing is left, and a failure that is taken back has left no trace."""
+    """A lost trial and a withdrawn failure leave no trace."""
     search = make_search(sampler=sampler, startup_trials=3)
     whole = drawn(Study(tmp_path / "whole", search), search, 0, 10)
     study = Study(tmp_path / "parts", search)
@@ -63,7 +63,7 @@ def test_a_search_that_goes_back_draws_what_it_would_have(make_search, tmp_path,
 
 
 def test_a_search_that_has_nothing_to_take_back_is_left_as_it_is(make_search, tmp_path):
-    """Its journal keeps its bytes."""
+    """The bytes of its journal stay."""
     search = make_search()
     study = Study(tmp_path / "j", search)
     drawn(study, search, 0, 2)
@@ -74,7 +74,7 @@ def test_a_search_that_has_nothing_to_take_back_is_left_as_it_is(make_search, tm
 
 
 def test_tpe_comes_closer_than_chance(make_search, tmp_path):
-    """Of forty draws, the last ten: their median loss is under half that of random ones."""
+    """The median loss of the last ten of forty draws is less than half of random sampling's."""
     median = {}
     for sampler in ("tpe", "random"):
         search = make_search(sampler=sampler)
@@ -84,7 +84,7 @@ def test_tpe_comes_closer_than_chance(make_search, tmp_path):
 
 
 def test_values_stay_between_their_ends(make_search, tmp_path):
-    """Whole numbers in steps, and fractions in steps."""
+    """Integers in steps, and floats in steps."""
     usual = {"values": [], "log": False}
     space = [
         {"key": "a", "kind": "int", "low": 4.0, "high": 12.0, "step": 4.0, **usual},
@@ -99,7 +99,7 @@ def test_values_stay_between_their_ends(make_search, tmp_path):
 
 
 def test_the_median_ends_a_trial_that_is_worse(make_search, tmp_path):
-    """Once so many are complete, and not before so many steps."""
+    """Only after enough complete trials, and enough steps of the trial."""
     search = make_search(pruner="median", pruner_startup_trials=2, pruner_min_steps=20)
     study = Study(tmp_path / "j", search)
     for number, loss in enumerate((1.0, 2.0)):
@@ -109,14 +109,14 @@ def test_the_median_ends_a_trial_that_is_worse(make_search, tmp_path):
     study.ask(2)
     assert not study.should_end(2, [(10, 9.0)])
     assert study.should_end(2, [(10, 9.0), (20, 9.0)])
-    assert not study.should_end(2, [(10, 9.0), (20, 9.0)])  # nothing new was said
+    assert not study.should_end(2, [(10, 9.0), (20, 9.0)])  # nothing new was reported
     study.tell(2, TrialState.PRUNED)
     study.ask(3)
     assert not study.should_end(3, [(10, 1.2), (20, 1.2)])
 
 
 def test_hyperband_ends_trials_too(make_search, tmp_path):
-    """Of thirty, with losses that never cross, some worse ones and never the best."""
+    """Of thirty trials whose losses never cross, some worse ones are pruned and never the best."""
     search = make_search(pruner="hyperband")
     study = Study(tmp_path / "j", search)
     ended = []
@@ -136,7 +136,7 @@ def test_hyperband_ends_trials_too(make_search, tmp_path):
 
 
 def test_importance_names_what_decides(make_search, tmp_path):
-    """And is unknown from fewer than ten complete trials."""
+    """It is unknown below ten complete trials."""
     search = make_search()
     study = Study(tmp_path / "j", search)
     drawn(study, search, 0, 9)
@@ -149,7 +149,7 @@ def test_importance_names_what_decides(make_search, tmp_path):
 
 
 def test_half_a_line_and_a_lock_left_behind_are_no_obstacle(make_search, tmp_path):
-    """As a kill leaves them."""
+    """A killed process leaves both."""
     search, journal = make_search(), tmp_path / "search.journal"
     drawn(Study(journal, search), search, 0, 2)
     with journal.open("ab") as file:
@@ -162,7 +162,7 @@ def test_half_a_line_and_a_lock_left_behind_are_no_obstacle(make_search, tmp_pat
 
 
 def test_a_trial_that_has_ended_stays_as_it_is(make_search, tmp_path):
-    """To be told twice is what comes of catching up."""
+    """Catching up may tell a result twice."""
     search = make_search()
     study = Study(tmp_path / "j", search)
     drawn(study, search, 0, 1)
@@ -172,7 +172,7 @@ def test_a_trial_that_has_ended_stays_as_it_is(make_search, tmp_path):
 
 
 def test_without_optuna_the_extra_is_named(make_search, tmp_path, monkeypatch):
-    """Exit code 3, as this machine lacks something."""
+    """Exit code 3, since the machine lacks a package."""
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(MissingExtra, match=r"mens-exp\[search\]") as caught:
         Study(tmp_path / "j", make_search())

@@ -24,7 +24,7 @@ def append(path, *lines):
 
 
 def test_losses_are_read_as_they_come(tmp_path):
-    """The base's, and those of before the first step, are none of the trial's."""
+    """Validations of the base and before the first step do not count."""
     path = tmp_path / "telemetry.jsonl"
     curve = Curve(path)
     assert curve.read() is False
@@ -41,14 +41,14 @@ def test_losses_are_read_as_they_come(tmp_path):
 
 @pytest.mark.parametrize("end", [validated(9, 5.0), line("train_complete", step=9)])
 def test_a_run_with_no_step_left_is_not_to_be_ended(tmp_path, end):
-    """It has cost all it will; its result is worth more."""
+    """It cannot save any time, and its result is worth more."""
     path = tmp_path / "telemetry.jsonl"
     append(path, line("train_start", max_steps=9), validated(3, 7.0), end)
     assert Curve(path).read() is False
 
 
 def test_a_run_put_back_to_a_checkpoint_is_read_anew(tmp_path):
-    """Its later losses never were."""
+    """Losses after the checkpoint are dropped."""
     path = tmp_path / "telemetry.jsonl"
     append(path, line("train_start", max_steps=9), validated(3, 7.0), validated(6, 6.0))
     curve = Curve(path)
@@ -59,7 +59,7 @@ def test_a_run_put_back_to_a_checkpoint_is_read_anew(tmp_path):
 
 
 def test_objectives_are_those_of_a_comparison(write_manifest, tmp_path):
-    """From the record, or the tuned model's scorecard, in the order asked for."""
+    """From the manifest or the tuned model's scorecard, in the requested order."""
     run = RunDir(tmp_path / "run")
     results = {"tuned_val_loss": 1.5, "peak_cuda_bytes": None, "peak_rss_bytes": 700}
     write_manifest(run, Status.SUCCEEDED, results=results)
@@ -76,7 +76,7 @@ def test_objectives_are_those_of_a_comparison(write_manifest, tmp_path):
 
 
 def test_a_value_that_is_not_there_has_its_reason(write_manifest, tmp_path):
-    """The trial failed, then, though its run did not."""
+    """Such a trial has failed, although its run did not."""
     run = RunDir(tmp_path / "run")
     write_manifest(run, Status.SUCCEEDED, results={"tuned_val_loss": None})
     assert objective_values(run, ["val_loss"]) == (

@@ -1,4 +1,4 @@
-"""Jobs of several processes: what they are given, what they count, and what is refused."""
+"""Jobs of several processes: their resources, their record, and what is refused."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def planned(tiny_run, tmp_path, monkeypatch):
 
 
 def test_memory_is_that_of_all_processes(planned):
-    """Two on one CPU take more than twice one: gradient buckets come on top."""
+    """Two on one CPU take more than twice the memory of one, because of gradient buckets."""
     (one,), (both,) = planned("seed=1").jobs, planned("seed=1", *TWO).jobs
     for name in ("memory_bytes", "memory_low_bytes"):
         assert both.estimate[name] >= 2 * one.estimate[name]
@@ -49,7 +49,7 @@ def test_memory_is_that_of_all_processes(planned):
 
 
 def test_jobs_whose_processes_do_not_fit_together_are_refused(planned, monkeypatch):
-    """One job at a time fits, two do not."""
+    """One job at a time fits, but two do not."""
     (alone,) = planned("seed=1", *TWO).jobs
     room = round(1.5 * alone.estimate["memory_low_bytes"])
     estimate = plan.estimate_of
@@ -61,7 +61,7 @@ def test_jobs_whose_processes_do_not_fit_together_are_refused(planned, monkeypat
 
 
 def test_numbers_of_processes_are_cells_of_their_own(planned):
-    """One contract, as they learn the same; but what they take and leave is not the same."""
+    """The contract is the same, but the cells differ in resources and files."""
     sweep = planned("trainer.devices=1,2", *TWO)
     assert [job.differs for job in sweep.jobs] == [("trainer.devices=1",), ("trainer.devices=2",)]
     assert len({job.contract for job in sweep.jobs}) == 1
@@ -69,7 +69,7 @@ def test_numbers_of_processes_are_cells_of_their_own(planned):
 
 
 def test_more_processes_than_cores_are_told(planned, monkeypatch):
-    """Two jobs of two processes on three cores; on four there is nothing to say."""
+    """Two jobs of two processes on three cores give a note, on four cores none."""
     asked = ("seed=1,2", "hydra.launcher.n_jobs=2", *TWO)
     monkeypatch.setattr(machine, "cores", lambda: 4)
     assert not [note for note in planned(*asked).notes if "share" in note]
@@ -80,7 +80,7 @@ def test_more_processes_than_cores_are_told(planned, monkeypatch):
 
 
 class Cell:
-    """What is asked of a cell here."""
+    """A cell with only its configuration."""
 
     def __init__(self, config):
         self.config = config
@@ -102,14 +102,14 @@ def on_gpus(tiny_config, devices):
 def test_slurm_is_asked_for_a_core_and_a_gpu_for_each_process(
     tiny_config, settings, where, expected
 ):
-    """The widest of the jobs decides."""
+    """The largest job decides."""
     cells = [on_gpus(tiny_config, devices) for devices in (2, 4, 1)]
     (found,) = device_problems(cells, SlurmLauncher(**settings), 3)
     assert (found.where, found.expected) == (where, expected)
 
 
 def test_what_slurm_is_asked_for_suffices(tiny_config):
-    """Where no GPUs are asked for by number, the partition or gres may give them."""
+    """Without gpus_per_node, the partition or gres may provide GPUs."""
     cells = [on_gpus(tiny_config, 4)]
     enough = SlurmLauncher(cpus_per_task=4, gpus_per_node=4)
     by_gres = SlurmLauncher(cpus_per_task=8, gres="gpu:a100:4")
@@ -132,7 +132,7 @@ def cells_of(*overrides):
     "override", ["hydra.launcher.nodes=2", "trainer.num_nodes=2", "+hydra.launcher.nodes=2"]
 )
 def test_nodes_of_a_job_are_said_once(override):
-    """To the launcher or to the trainer."""
+    """The number is set once, in the launcher or in the trainer, and reaches both."""
     (cell,) = cells_of(override)
     assert cell.config.trainer.num_nodes == 2
     launcher = launcher_of_cell(cell)
@@ -149,14 +149,14 @@ def test_nodes_of_a_job_are_said_once(override):
     ],
 )
 def test_jobs_of_different_numbers_of_nodes_are_refused(overrides):
-    """One array asks for the same number for each of its tasks."""
+    """All tasks of an array have the same number of nodes."""
     cells = cells_of(*overrides)
     (found,) = device_problems(cells, launcher_of_cell(cells[0]), len(cells))
     assert (found.where, found.found) == ("hydra.launcher.nodes", "1, 2")
 
 
 def test_more_gpus_than_are_visible_are_refused(tiny_config, monkeypatch):
-    """Two jobs of two GPUs on three of them; a second job that never runs beside needs none."""
+    """Two jobs of two GPUs do not fit on three, unless they run one after the other."""
     from mens_exp.config.sweep import LocalLauncher
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
@@ -168,7 +168,7 @@ def test_more_gpus_than_are_visible_are_refused(tiny_config, monkeypatch):
 
 
 def test_the_record_says_how_many_gpus_a_job_takes(planned, tiny_config, monkeypatch):
-    """The widest job decides on the slots, on the CPU there are none."""
+    """The largest job decides; on the CPU there are no GPUs."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     sweep = planned("seed=1", *TWO)
     record = multirun.new_record(sweep, [], [on_gpus(tiny_config, 2), on_gpus(tiny_config, 1)])
@@ -179,7 +179,7 @@ def test_the_record_says_how_many_gpus_a_job_takes(planned, tiny_config, monkeyp
 
 
 def test_a_search_knows_its_widest_trial(tiny_run, tmp_path, monkeypatch):
-    """A choice that is not the first one counts as well."""
+    """The largest choice counts, not the first one."""
     monkeypatch.chdir(tmp_path)
     asked = [*TWO, "trainer.devices=choice(1,2)", "hydra/sweeper=optuna"]
     by_key = {text.partition("=")[0]: text for text in [*tiny_run, *asked]}
@@ -188,7 +188,7 @@ def test_a_search_knows_its_widest_trial(tiny_run, tmp_path, monkeypatch):
 
 
 def test_jobs_of_two_gpus_run_side_by_side(sweep, tmp_path):
-    """Each sees its own two, and its processes share its threads."""
+    """Each job has its own two GPUs, and its processes share its threads."""
     met = [[("wait", str(tmp_path / name)), ("end", "succeeded"), ("exit", 0)] for name in "ab"]
     made = sweep([met[0]], [met[1]], n_jobs=2, threads=4, gpus=["4", "5", "6", "7"], gpus_per_job=2)
     for job in made.record.jobs:
@@ -205,7 +205,7 @@ def test_jobs_of_two_gpus_run_side_by_side(sweep, tmp_path):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc; run it on Linux")
 def test_a_job_left_at_work_keeps_its_gpus(make_sweep, tmp_path):
-    """It runs on the second pair, so the next one takes the first."""
+    """It runs on the second pair, so the next job gets the first pair."""
     waits = [sys.executable, "-S", "-c", "import sys; sys.stdin.read()"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "6,7"}
     with subprocess.Popen(waits, stdin=subprocess.PIPE, env=environment) as left:
@@ -231,7 +231,7 @@ def test_going_on_takes_the_gpus_that_are_there_now(
     monkeypatch,
     capsys,
 ):
-    """And refuses where they are too few for what was asked."""
+    """It is refused if there are too few for the number of jobs."""
     jobs = [{"processes": 2}, {"processes": 2}]
     record = make_sweep(*jobs, n_jobs=2, gpus=["0", "1", "2", "3"], gpus_per_job=2)
     record.write(SweepDir(tmp_path).record)
@@ -249,7 +249,7 @@ def test_going_on_takes_the_gpus_that_are_there_now(
     assert taken == [["8", "9"]]
 
 
-# A job's first process: it starts one that trains along, which takes 100 MB and says so.
+# A job's first process, which starts another one that takes 100 MB and reports it.
 FIRST = """
 import subprocess, sys, time
 other = subprocess.Popen([sys.executable, "-S", "-c", sys.argv[1], "mens_exp.tasks.coordinator"],
@@ -262,7 +262,7 @@ other.kill()
 OTHER = "held = b'x' * 100_000_000; print('taken', flush=True); import time; time.sleep(60)"
 
 
-# A process of its own, and a small one: what it starts begins at its size.
+# A small parent process, since what it starts begins with its size.
 LAUNCHER = """
 import signal, subprocess, sys, time
 from mens_exp.sweeps.process import Child
@@ -284,7 +284,7 @@ print(ended.peak_rss_bytes)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc; run it on Linux")
 @pytest.mark.parametrize("has_others", [True, False])
 def test_the_peak_of_a_job_counts_those_that_train_along(has_others):
-    """Also of one that is killed: it was asked while it lived."""
+    """The memory of a process is read while it runs, so even a killed one is counted."""
     told = subprocess.run(
         [sys.executable, "-c", LAUNCHER, str(has_others), FIRST, OTHER],
         capture_output=True,
@@ -296,7 +296,7 @@ def test_the_peak_of_a_job_counts_those_that_train_along(has_others):
 
 
 def test_a_slurm_task_shares_its_cores_among_the_processes(make_sweep, tmp_path, monkeypatch):
-    """Six cores for three processes; their memory is counted together."""
+    """Three processes share six cores, and their memory is counted together."""
     make_sweep({"processes": 3}, threads=6).write(SweepDir(tmp_path).record)
     for name in ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_JOB_ID", "SLURM_JOB_ID"):
         monkeypatch.setenv(name, "0")

@@ -1,4 +1,4 @@
-"""What Slurm says of a job, and what the launcher makes of it; Slurm's commands are stand-ins."""
+"""Slurm's answers about a job and the launcher's conclusions; Slurm's commands are stand-ins."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mens_exp.sweeps.process import Ended
 
 
 class Queue:
-    """Stands in for sbatch, squeue and scancel."""
+    """Stand-in for sbatch, squeue, scancel and sinfo."""
 
     def __init__(self):
         self.lines = []
@@ -61,7 +61,7 @@ def executor(make_sweep, tmp_path, queue):
 
 
 def test_all_jobs_are_one_array(executor, queue, tmp_path):
-    """Each waits under its own number of it until Slurm says that it runs."""
+    """Each job has its own index in the array, and waits until Slurm says that it runs."""
     jobs = executor._record.jobs
     queue.says("PENDING", "Resources")
     (first, work), (second, other) = executor.start(jobs)
@@ -96,7 +96,7 @@ def test_why_slurm_ended_a_job_is_the_reason(
     reason,
     may_pass,
 ):
-    """In its own word; only what another node or more time may cure is tried again."""
+    """In Slurm's own word; only what another node or more time may fix is retried."""
     ((job, work),) = executor.start(executor._record.jobs[:1])
     assert not isinstance(work, str)
     executor.log(job).began(5, 1.0, host="node", queue_id="7_0")
@@ -112,7 +112,7 @@ def test_why_slurm_ended_a_job_is_the_reason(
 
 
 def test_a_job_that_ended_by_itself_is_read_from_its_log(executor, queue):
-    """Also after Slurm has forgotten it."""
+    """A later answer from Slurm does not change the exit code that the log has."""
     ((job, work),) = executor.start(executor._record.jobs[:1])
     assert not isinstance(work, str)
     executor.log(job).began(5, 1.0, host="node", queue_id="7_0")
@@ -125,7 +125,7 @@ def test_a_job_that_ended_by_itself_is_read_from_its_log(executor, queue):
 
 
 def test_a_job_that_has_succeeded_by_its_log_is_not_waited_for(executor, queue):
-    """A controller that was down at its end lists it as running; one put back runs on."""
+    """Slurm may still list it as running if its controller missed the end."""
     job = executor._record.jobs[0]
     queue.says("RUNNING")
     ((_, work),) = executor.start([job])
@@ -141,13 +141,13 @@ def test_a_job_that_has_succeeded_by_its_log_is_not_waited_for(executor, queue):
 
 
 def test_a_job_that_is_gone_before_it_began_was_cancelled(executor, queue):
-    """Slurm keeps no trace of a task that scancel took out of the queue."""
+    """Slurm does not list a task that scancel removed from the queue."""
     queue.says("PENDING")
     ((_, work),) = executor.start(executor._record.jobs[:1])
     assert not isinstance(work, str)
     assert work.ended() is None
     queue.lines = []
-    for _ in range(3):  # a controller that comes back may not list it at once
+    for _ in range(3):  # a restarted controller may not list it at once
         executor.poll()
     ended = work.ended()
     assert ended is not None
@@ -157,7 +157,7 @@ def test_a_job_that_is_gone_before_it_began_was_cancelled(executor, queue):
 
 
 def test_a_job_that_slurm_does_not_list_for_a_moment_is_still_at_work(executor, queue):
-    """As while its controller comes back; missing at three looks in a row, it is gone."""
+    """A restarting controller does not list it; after three polls in a row the job is gone."""
     ((_, work),) = executor.start(executor._record.jobs[:1])
     for _ in range(2):
         queue.says("RUNNING")
@@ -171,7 +171,7 @@ def test_a_job_that_slurm_does_not_list_for_a_moment_is_still_at_work(executor, 
 
 
 def test_a_silent_slurm_changes_nothing(executor, queue):
-    """Its controller may start again; a job that cannot be cancelled is named."""
+    """The controller may come back; a job that cannot be cancelled is named."""
     ((_, work),) = executor.start(executor._record.jobs[:1])
     assert not isinstance(work, str)
     queue.error = "Unable to contact slurm controller"
@@ -185,7 +185,7 @@ def test_a_silent_slurm_changes_nothing(executor, queue):
 
 
 def test_a_job_that_is_drawn_later_is_a_submission_of_its_own(executor, queue, tmp_path):
-    """An array of one, its index the number of its cell."""
+    """An array of one, with the cell's number as its index."""
     first, second = executor._record.jobs
     ((_, work),) = executor.start([first])
     queue.number = 8
@@ -199,7 +199,7 @@ def test_a_job_that_is_drawn_later_is_a_submission_of_its_own(executor, queue, t
 
 
 def test_one_job_is_ended_alone(executor, queue):
-    """The other one, which is none of the executor's business then, stays in the queue."""
+    """The other job stays in the queue."""
     ((_, work), _) = executor.start(executor._record.jobs)
     assert not isinstance(work, str)
     work.end()
@@ -209,7 +209,7 @@ def test_one_job_is_ended_alone(executor, queue):
 
 
 def test_slurm_is_told_of_an_end_as_soon_as_it_answers(executor, queue):
-    """Once; no other job is taken for lost meanwhile, as it is where all are cancelled."""
+    """`scancel` is repeated once, and meanwhile the other job does not count as lost."""
     ((_, work), (_, other)) = executor.start(executor._record.jobs)
     assert not isinstance(work, str)
     assert not isinstance(other, str)
@@ -225,7 +225,7 @@ def test_slurm_is_told_of_an_end_as_soon_as_it_answers(executor, queue):
 
 
 def test_a_job_that_has_ended_by_itself_is_not_told_again(executor, queue):
-    """Slurm answers that it is over."""
+    """Slurm says that the job has already ended."""
     ((_, work),) = executor.start(executor._record.jobs[:1])
     assert not isinstance(work, str)
     queue.error = "scancel: error: Kill job error on job id 7_0: Job already completed"
@@ -237,7 +237,7 @@ def test_a_job_that_has_ended_by_itself_is_not_told_again(executor, queue):
 
 
 def test_a_submission_waits_for_a_slurm_that_does_not_answer(executor, queue):
-    """The job has not failed; what Slurm took without saying so is not submitted again."""
+    """The job has not failed; one that Slurm accepted without an answer is not submitted twice."""
     lost, other = executor._record.jobs
     queue.error = "sbatch: error: Batch job submission failed: Unable to contact slurm controller"
     assert executor.start([lost, other]) == []
@@ -255,7 +255,7 @@ def test_a_submission_waits_for_a_slurm_that_does_not_answer(executor, queue):
 
 
 def test_a_pruned_job_that_is_still_in_the_queue_is_adopted(executor, queue):
-    """Its launcher died before it could tell Slurm, and the next one will."""
+    """Its launcher died before it could tell Slurm, and the next launcher will."""
     job = executor._record.jobs[0]
     job["state"] = JobState.PRUNED
     queue.says("RUNNING")
@@ -263,7 +263,7 @@ def test_a_pruned_job_that_is_still_in_the_queue_is_adopted(executor, queue):
 
 
 def test_a_refused_submission_fails_its_jobs(executor, queue):
-    """With what sbatch said."""
+    """Their reason has sbatch's message."""
     queue.error = "sbatch: error: QOSMaxSubmitJobPerUserLimit"
     ((_, said), _) = executor.start(executor._record.jobs)
     assert said == "Slurm did not take it: sbatch: error: QOSMaxSubmitJobPerUserLimit"
@@ -274,7 +274,7 @@ NO_NODES = "allocation failure: Requested node configuration is not available"
 
 @pytest.mark.parametrize("nodes", ["idle\nunknown\n", "down*\n", "mixed\ndrained\n"])
 def test_a_submission_waits_for_nodes_that_are_away(executor, queue, nodes):
-    """Without them, a controller says that no node is large enough."""
+    """While nodes are missing, the controller says that no node is large enough."""
     job = executor._record.jobs[0]
     queue.error, queue.nodes = NO_NODES, nodes
     assert executor.start([job]) == []
@@ -285,7 +285,7 @@ def test_a_submission_waits_for_nodes_that_are_away(executor, queue, nodes):
 
 
 def test_nodes_that_are_all_there_are_believed(executor, queue):
-    """The request is larger than any of them."""
+    """Then the request really is larger than any node."""
     queue.error = NO_NODES
     ((_, said),) = executor.start(executor._record.jobs[:1])
     assert said == f"Slurm did not take it: {NO_NODES}"
@@ -297,7 +297,7 @@ def test_nodes_that_are_all_there_are_believed(executor, queue):
 
 
 def test_only_jobs_of_this_sweep_are_adopted(executor, queue, tmp_path):
-    """They are known by their script; one that is over is none."""
+    """They are recognized by their script; a finished job is not adopted."""
     job = executor._record.jobs[1]
     queue.lines = [
         "3|1|RUNNING|None|0|/elsewhere/batch/submission_1.sh|",
@@ -316,14 +316,14 @@ def test_only_jobs_of_this_sweep_are_adopted(executor, queue, tmp_path):
 
 
 def test_a_sweep_cannot_go_on_while_slurm_is_silent(executor, queue):
-    """Its jobs may be at work, so none is started."""
+    """Its jobs may be running, so none is started."""
     queue.error = "Unable to contact slurm controller"
     with pytest.raises(SetupError, match="Slurm does not answer"):
         executor.adopt(executor._record.jobs[0])
 
 
 class Task:
-    """A batch process whose job is a stand-in."""
+    """A batch process with a stand-in job."""
 
     def __init__(self, place, monkeypatch):
         self.place, self.requeued = place, 0
@@ -372,7 +372,7 @@ def task(make_sweep, tmp_path, monkeypatch):
 
 
 def test_the_batch_process_ends_as_its_job(task):
-    """Which gets its threads, and nothing that Lightning would take for a task of several."""
+    """The job gets its threads, and no variable that Lightning takes for a multi-task job."""
     task.code = 2
     assert task.run() == 2
     assert (task.requeued, task.why()) == (0, [None])
@@ -383,7 +383,7 @@ def test_the_batch_process_ends_as_its_job(task):
 
 
 def test_a_warned_job_is_put_back_as_often_as_allowed(task):
-    """One that succeeds in spite of the warning is not; the second time is one too many."""
+    """A job that succeeds despite the warning is not; the second warning is one too many."""
     task.warned, task.code = True, 130
     assert task.run() == 0
     assert task.run() == 130
@@ -394,7 +394,7 @@ def test_a_warned_job_is_put_back_as_often_as_allowed(task):
 
 
 def test_a_second_start_waits_for_the_process_of_the_first(task):
-    """Slurm may start a job again that a killed controller has forgotten to be at work."""
+    """A killed controller may forget a running job and start it again."""
     run = RunDir(task.place / "1_job")
     run.path.mkdir()
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -407,7 +407,7 @@ def test_a_second_start_waits_for_the_process_of_the_first(task):
 
 
 def test_a_pruned_job_is_not_put_back(task):
-    """A search ended it just as its time was over."""
+    """A search pruned it when its time was just over."""
     task.warned, task.code = True, 130
     run = RunDir(task.place / "1_job")
     run.path.mkdir()
@@ -417,7 +417,7 @@ def test_a_pruned_job_is_not_put_back(task):
 
 
 def test_a_warning_long_before_the_end_is_a_preemption(task):
-    """Some clusters send it then; it does not count as a timeout."""
+    """Some clusters warn of a preemption this way; it does not count as a timeout."""
     task.warned, task.code = True, 130
     assert [task.run(timeout_min=60) for _ in range(3)] == [0, 0, 0]
     assert (task.requeued, set(task.why())) == (3, {"PREEMPTED"})

@@ -1,4 +1,4 @@
-"""Sweeps on a real Slurm: a cluster of one node that these tests start and end."""
+"""Sweeps on a real Slurm: a cluster of one node that these tests start and stop."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SLURM = ["hydra/launcher=slurm", "hydra.launcher.poll_s=0.5"]
 
 
 def command(tiny_run, directory, *overrides):
-    """A sweep of thirty steps each, a checkpoint after every second one."""
+    """A sweep of thirty steps per job, with a checkpoint after every second step."""
     given = [*tiny_run, "trainer.max_steps=30", "sweep.retries=0", "seed=1", *overrides]
     by_key = {text.partition("=")[0]: text for text in given}
     return ["-m", *by_key.values(), f"hydra.sweep.dir={directory}"]
@@ -80,7 +80,7 @@ def slurm(*arguments):
 
 
 def until(is_so, launcher=None):
-    """Wait for something to be the case, as long as the launcher lives."""
+    """Wait until a condition holds, as long as the launcher lives."""
     began = time.time()
     while not (found := is_so()):
         assert launcher is None or launcher.poll() is None, "the launcher has ended"
@@ -90,7 +90,7 @@ def until(is_so, launcher=None):
 
 
 def paused_at_its_first_checkpoint(directory, launcher):
-    """Stop the job, so that what comes next finds it in mid-training however slow Slurm is."""
+    """Suspend the job, so that a disturbance finds it in training, however slow Slurm is."""
     until(lambda: list(directory.glob("0_*/checkpoints/step_00000002.ckpt")), launcher)
     job = psutil.Process(AttemptLog(SweepDir(directory).attempts(0)).attempts()[-1]["pid"])
     job.suspend()
@@ -99,7 +99,7 @@ def paused_at_its_first_checkpoint(directory, launcher):
 
 
 def queue_id(directory):
-    """Return the array's number, as soon as the sweep's first job has one."""
+    """Return the array's number, once the sweep's first job has one."""
 
     def found():
         words = str(jobs(directory)[0]["reason"]).split()
@@ -111,7 +111,7 @@ def queue_id(directory):
 
 
 def is_asked_to_end(process):
-    """Tell whether a stopped process has a SIGTERM to answer."""
+    """Tell whether a stopped process has a pending SIGTERM."""
     text = Path(f"/proc/{process.pid}/status").read_text("ascii")
     pending = next(line for line in text.splitlines() if line.startswith("ShdPnd"))
     return bool(int(pending.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
@@ -121,8 +121,8 @@ def is_asked_to_end(process):
 def test_an_array_of_cells_succeeds_with_the_bytes_of_a_local_sweep(
     tiny_run, whole, tmp_path, monkeypatch
 ):
-    """One array, a task for each cell; Slurm's numbers and nodes are on record."""
-    monkeypatch.setenv("MENS_EXP_CACHE", str(tmp_path / "cache"))  # no other runs' memory
+    """Each cell is a task of one array; the record has Slurm's ids and nodes."""
+    monkeypatch.setenv("MENS_EXP_CACHE", str(tmp_path / "cache"))  # no memory figures of other runs
     place = tmp_path / "sweep"
     given = [*SLURM, "seed=1,2", "hydra.launcher.cpus_per_task=1", "hydra.launcher.mem_gb=0.75"]
     assert cli.main(command(tiny_run, place, *given)) == 0
@@ -142,7 +142,7 @@ def test_an_array_of_cells_succeeds_with_the_bytes_of_a_local_sweep(
 @pytest.mark.usefixtures("forked_by_slurm")
 @pytest.mark.parametrize("by", ["us", pytest.param("the clock", marks=pytest.mark.soak)])
 def test_a_job_out_of_time_is_put_back_and_goes_on_to_the_same_bytes(start, whole, tmp_path, by):
-    """Slurm warns it, it closes its record and requeues itself, and its second start resumes."""
+    """After Slurm's warning it closes its record and requeues itself; the second start resumes."""
     place = tmp_path / "sweep"
     launcher = start("hydra.launcher.timeout_min=3", "hydra.launcher.signal_delay_s=90")
     job = paused_at_its_first_checkpoint(place, launcher)
@@ -174,7 +174,7 @@ def test_a_preempted_job_is_put_back_by_slurm_and_goes_on_to_the_same_bytes(star
 
 
 def killed_and_started_again(name, meanwhile):
-    """Kill one of Slurm's daemons, wait, and start it as its administrator would."""
+    """Kill one of Slurm's daemons, wait, and restart it as an administrator would."""
     configuration = Path(os.environ["SLURM_CONF"])
     place = configuration.with_name(f"{name}.pid")
     old = int(place.read_text("ascii"))
@@ -188,12 +188,12 @@ def killed_and_started_again(name, meanwhile):
 
 @pytest.mark.usefixtures("forked_by_slurm")
 def test_killed_daemons_of_slurm_change_nothing(start, whole, tmp_path):
-    """The controller and the node's daemon, each silent for some looks of the launcher."""
+    """The controller and the node's daemon are each silent for some polls of the launcher."""
     place = tmp_path / "sweep"
     launcher = start()
     job = paused_at_its_first_checkpoint(place, launcher)
-    # The controller saves its state every five seconds at most: one killed before the next save
-    # knows nothing of the job's start, and ends the job. A change makes it save.
+    # The controller saves its state at most every five seconds. One killed before the next save
+    # does not know of the job's start, and ends the job. A change makes it save.
     state, changed = Path(os.environ["SLURM_CONF"]).with_name("state") / "job_state", time.time()
     queued = jobs(place)[0]["attempts"][0]["queue_id"]
     slurm("scontrol", "update", f"JobId={queued}", "Comment=to be saved")
@@ -211,7 +211,7 @@ def test_killed_daemons_of_slurm_change_nothing(start, whole, tmp_path):
 
 @pytest.mark.usefixtures("forked_by_slurm")
 def test_a_job_that_is_out_of_time_too_often_has_failed(start, tmp_path):
-    """With Slurm's word for it; a longer limit goes on with it."""
+    """The reason has Slurm's word; with a longer limit, it can be resumed."""
     place = tmp_path / "sweep"
     launcher = start(
         "hydra.launcher.timeout_min=2",
@@ -237,7 +237,7 @@ def test_a_job_that_is_out_of_time_too_often_has_failed(start, tmp_path):
 
 
 def test_scancel_shows_as_cancelled(start, tmp_path):
-    """At work, with its record closed in order; resuming runs what is left of it."""
+    """The running job closes its record before it ends."""
     place = tmp_path / "sweep"
     launcher = start()
     job = paused_at_its_first_checkpoint(place, launcher)
@@ -251,7 +251,7 @@ def test_scancel_shows_as_cancelled(start, tmp_path):
 
 @pytest.mark.usefixtures("forked_by_slurm")
 def test_scancel_in_the_queue_shows_as_cancelled(start, tmp_path):
-    """The other cell goes on; held at first, by an option of sbatch that no setting stands for."""
+    """The other cell runs; both are held at first, by an sbatch option without a setting."""
     place = tmp_path / "sweep"
     launcher = start("seed=1,2", "task=plan", "+hydra.launcher.additional_parameters.hold=true")
     array = queue_id(place)
@@ -266,7 +266,7 @@ def test_scancel_in_the_queue_shows_as_cancelled(start, tmp_path):
 
 @pytest.mark.usefixtures("forked_by_slurm")
 def test_jobs_in_the_queue_outlive_their_launcher(start, tmp_path):
-    """Resuming waits for the one array, and submits none."""
+    """Resuming waits for the existing array, and submits nothing."""
     place = tmp_path / "sweep"
     launcher = start("seed=1,2", "task=plan", "+hydra.launcher.additional_parameters.hold=true")
     array = queue_id(place)
@@ -280,7 +280,7 @@ def test_jobs_in_the_queue_outlive_their_launcher(start, tmp_path):
 
 
 def test_ctrl_c_takes_the_jobs_out_of_the_queue(start, tmp_path):
-    """And the sweep can go on afterwards."""
+    """Both jobs are recorded as cancelled, and none is pending."""
     place = tmp_path / "sweep"
     launcher = start("seed=1,2", "task=plan", "+hydra.launcher.additional_parameters.hold=true")
     array = queue_id(place)
@@ -291,7 +291,7 @@ def test_ctrl_c_takes_the_jobs_out_of_the_queue(start, tmp_path):
 
 
 def test_set_up_that_fails_is_the_reason(tiny_run, tmp_path):
-    """The job never began, and what the shell said is in the record."""
+    """The job never started, and the record has the shell's message."""
     place = tmp_path / "sweep"
     given = [*SLURM, "task=plan", "hydra.launcher.setup=[no_such_module_command]"]
     assert cli.main(command(tiny_run, place, *given)) == 1
@@ -314,7 +314,7 @@ def test_what_slurm_would_not_take_is_refused_before_anything_is_written(
     setting,
     said,
 ):
-    """In Slurm's own words, with exit code 2."""
+    """Exit code 2 with Slurm's own message."""
     place = tmp_path / "sweep"
     assert cli.main(command(tiny_run, place, *SLURM, setting)) == 2
     assert said in " ".join(capsys.readouterr().err.split())

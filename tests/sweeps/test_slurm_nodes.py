@@ -1,4 +1,4 @@
-"""Jobs of several nodes on a real Slurm, whose two nodes are two daemons of this machine."""
+"""Jobs of several nodes on a real Slurm, whose two nodes are daemons of this machine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SLURM = ["hydra/launcher=slurm", "hydra.launcher.poll_s=0.5", "hydra.launcher.no
 
 @pytest.fixture(scope="module")
 def _two_nodes():
-    """A cluster whose commands are those of this process."""
+    """Use the cluster's commands in this process."""
     with pytest.MonkeyPatch.context() as patch, _STAND_IN["cluster"]("", ("one", "two")) as found:
         for name, value in found.items():
             patch.setenv(name, value)
@@ -42,11 +42,11 @@ def _two_nodes():
 
 @pytest.fixture
 def typed(tmp_path, cache):
-    """Type a command of a sweep in a process of its own; what it says is in `said`."""
+    """Run a sweep's command in a process of its own; its output goes to the file `said`."""
 
     def started(*overrides):
         with (tmp_path / "said").open("ab") as said:
-            return subprocess.Popen(  # Slurm's signals have to reach true processes
+            return subprocess.Popen(  # Slurm's signals have to reach real processes
                 [sys.executable, "-m", "mens_exp", *overrides],
                 env={
                     **os.environ,
@@ -120,7 +120,7 @@ def until(is_so, process):
 
 
 def trainers(run):
-    """Return the processes that train, by rank."""
+    """Return the training processes by rank."""
     found = {}
     for one in psutil.process_iter(["cmdline"]):
         words = one.info["cmdline"] or []
@@ -131,9 +131,9 @@ def trainers(run):
 
 @pytest.mark.usefixtures("_two_nodes")
 def test_a_job_of_two_nodes_is_killed_put_back_and_resumed_on_one(launched, typed, alone, tmp_path):
-    """Warned of its end, it closes its record; its second start loses a process; one node ends it.
+    """The job is requeued after a warning, loses a process, and is resumed on one node.
 
-    Each goes on from the last checkpoint, and the whole trains what this trainer uses one process.
+    The losses, documents and adapter are those of a run in one process.
     """
     place = tmp_path / "sweep"
     launcher = launched()
@@ -165,7 +165,7 @@ def test_a_job_of_two_nodes_is_killed_put_back_and_resumed_on_one(launched, type
 @pytest.mark.soak
 @pytest.mark.usefixtures("_two_nodes")
 def test_a_base_in_parts_on_two_nodes_trains_what_one_process_does(launched, alone, tmp_path):
-    """FSDP; the cell says the number of nodes itself."""
+    """FSDP; here the cell itself sets the number of nodes."""
     given = ["trainer=fsdp", "quant.storage_dtype=f32", "trainer.num_nodes=2"]
     assert launched(*given).wait(LIMIT_S) == 0
     run = run_of(tmp_path / "sweep")
@@ -176,7 +176,7 @@ def test_a_base_in_parts_on_two_nodes_trains_what_one_process_does(launched, alo
 @pytest.mark.usefixtures("_two_nodes")
 @pytest.mark.parametrize("is_killed", [False, True], ids=["in time", "killed first"])
 def test_a_job_of_two_nodes_that_is_cancelled_has_a_closed_record(launched, tmp_path, is_killed):
-    """By its own processes, or by the batch process if srun ends them before they can close it."""
+    """Its processes close it, or the batch process if srun killed them first."""
     place = tmp_path / "sweep"
     launcher = launched()
     until(lambda: list(place.glob("0_*/checkpoints/step_00000002.ckpt")), launcher)

@@ -1,4 +1,4 @@
-"""What is handed to sbatch, and what is refused before it is; no Slurm is needed."""
+"""The script for sbatch, and what is refused before it; no Slurm is needed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def options(text):
 
 @pytest.fixture
 def stand_in(tmp_path, monkeypatch):
-    """Commands that keep what they were given, and say what a file tells them to say."""
+    """Commands that store their input, and print what a file contains."""
     bin_ = tmp_path / "bin"
     bin_.mkdir()
     body = (
@@ -40,7 +40,7 @@ def stand_in(tmp_path, monkeypatch):
 
 
 def test_settings_become_options_of_sbatch(tmp_path):
-    """Those that are null leave the cluster's default; a bare flag stays bare."""
+    """A null setting keeps the cluster's default, and a bare flag stays bare."""
     text = made(
         tmp_path,
         partition="gpu",
@@ -64,7 +64,7 @@ def test_a_job_of_several_nodes_asks_for_them(tmp_path):
 
 
 def test_the_script_is_one_that_bash_reads(tmp_path):
-    """Paths with blanks are quoted, and set-up comes before the job."""
+    """Paths with blanks are quoted, and the setup lines come before the job."""
     text = made(tmp_path, setup=["module load cuda"])
     assert subprocess.run(["/bin/bash", "-n"], input=text, text=True, check=False).returncode == 0
     assert text.index("module load cuda") < text.index("exec ")
@@ -74,7 +74,7 @@ def test_the_script_is_one_that_bash_reads(tmp_path):
 
 @pytest.mark.parametrize("name", ["slurm", "submitit_slurm"])
 def test_without_slurm_the_launcher_is_refused(tiny_run, tmp_path, monkeypatch, capsys, name):
-    """Exit code 3, what is missing and what to do; nothing is written."""
+    """Exit code 3 with the missing commands and a remedy; nothing is written."""
     monkeypatch.setenv("PATH", str(tmp_path))
     place = tmp_path / "sweep"
     given = [f"hydra/launcher={name}", "task=plan", f"hydra.sweep.dir={place}"]
@@ -87,7 +87,7 @@ def test_without_slurm_the_launcher_is_refused(tiny_run, tmp_path, monkeypatch, 
 
 
 def test_sbatch_judges_the_request(stand_in):
-    """It is given the script of all cells; nothing is said where it takes them."""
+    """The script of all cells goes to sbatch, and there is no problem if sbatch accepts it."""
     assert slurm_problems(SlurmLauncher(partition="p"), 3) == []
     assert {"--array=0,1,2%256", "--partition=p"} <= options((stand_in / "given").read_text())
     (stand_in / "code").write_text("1")
@@ -105,7 +105,7 @@ def test_sbatch_judges_the_request(stand_in):
     ],
 )
 def test_a_slurm_that_does_not_answer_is_no_wrong_request(stand_in, said):
-    """The user cannot correct it: exit code 3."""
+    """Exit code 3, since the user cannot correct it."""
     (stand_in / "code").write_text("1")
     (stand_in / "says").write_text(f"{said}\n")
     (wrong,) = slurm_problems(SlurmLauncher(), 1)
@@ -122,7 +122,7 @@ def test_a_slurm_that_does_not_answer_is_no_wrong_request(stand_in, said):
     ],
 )
 def test_settings_that_undo_the_launcher_are_refused(stand_in, settings, where):
-    """Before sbatch is asked."""
+    """Before sbatch is called."""
     (wrong,) = slurm_problems(SlurmLauncher(**settings), 1)
     assert isinstance(wrong, ConfigError)
     assert wrong.where == f"hydra.launcher.{where}"
@@ -130,7 +130,7 @@ def test_settings_that_undo_the_launcher_are_refused(stand_in, settings, where):
 
 
 def test_a_key_of_several_tasks_is_unknown(capsys):
-    """A job has as many processes on a node as its trainer says."""
+    """The trainer sets the number of processes on a node."""
     given = ["-m", "hydra/launcher=slurm", "hydra.launcher.tasks_per_node=2", "model=tiny_llama"]
     assert cli.main(given) == 2
     assert "tasks_per_node" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Searches on a real Slurm: a cluster of one node that these tests start and end."""
+"""Searches on a real Slurm: a cluster of one node that these tests start and stop."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SPACE = ["optim.lr=tag(log,interval(1e-5,1e-2))", "hydra.sweeper.n_trials=2"]
 
 @pytest.fixture
 def launched(tiny_run, tmp_path, cache, forked_by_slurm):
-    """Launch a search whose first trial waits in the queue for another job to end."""
+    """Launch a search whose first trial waits in the queue behind another job."""
     slurm("sbatch", "--exclusive", "--job-name=other", "--output=/dev/null", "--wrap=sleep 900")
     source = os.pathsep.join(filter(None, sys.path))
     with fork_server.Popen(
@@ -63,12 +63,12 @@ def slurm(*arguments):
 
 
 def queued():
-    """Return the numbers of this search's jobs that have not ended."""
+    """Return the queue ids of this search's jobs that have not ended."""
     return slurm("squeue", "--noheader", "--array", "--name=mens_exp", "--format=%i").split()
 
 
 def until(is_so, launcher):
-    """Wait for something to be the case, as long as the launcher lives."""
+    """Wait until a condition holds, as long as the launcher lives."""
     began = time.time()
     while not is_so():
         assert launcher.poll() is None, "the launcher has ended"
@@ -100,7 +100,7 @@ def submissions(place):
 
 
 def test_a_trial_that_learns_nothing_is_taken_out_of_slurm(tiny_run, tmp_path):
-    """Each trial is an array of one; the pruned one ran once, and no failure is on record."""
+    """Each trial is an array of one; the pruned one ran once and is not recorded as failed."""
     place = tmp_path / "search"
     overrides = [
         *SLURM,
@@ -132,7 +132,7 @@ def test_a_trial_that_learns_nothing_is_taken_out_of_slurm(tiny_run, tmp_path):
 
 
 def test_a_trial_in_the_queue_outlives_its_launcher(tiny_run, tmp_path, launched):
-    """The search goes on with it, and to the draws and losses of one on this machine."""
+    """The resumed search has the draws and losses of a local one."""
     place, here = tmp_path / "search", tmp_path / "here"
     (first,) = queued()
     launched.kill()
@@ -147,7 +147,7 @@ def test_a_trial_in_the_queue_outlives_its_launcher(tiny_run, tmp_path, launched
 
 
 def test_ctrl_c_takes_the_trial_out_of_the_queue(tmp_path, launched):
-    """Nothing more is drawn, and the trial has no result: going on would run it."""
+    """Nothing more is drawn, and the trial has no result, so resuming would run it."""
     launched.send_signal(signal.SIGINT)
     assert launched.wait(LIMIT_S) == 130
     (job,) = jobs(tmp_path / "search")

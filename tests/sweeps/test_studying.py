@@ -60,7 +60,7 @@ def write(place, values, name="ranks"):
 
 @pytest.fixture(scope="module")
 def conducted(tmp_path_factory, rows_file):
-    """A study that was conducted in its own working directory, with what was said at the end."""
+    """A completed study in its own working directory; do not change it."""
     place = tmp_path_factory.mktemp("study")
     write(place, settings(rows_file))
     with pytest.MonkeyPatch.context() as patch:
@@ -71,7 +71,7 @@ def conducted(tmp_path_factory, rows_file):
 
 @pytest.fixture
 def lab(conducted, tmp_path, monkeypatch):
-    """A copy of it, which a test may change."""
+    """A copy of the completed study, which a test may change."""
     shutil.copytree(conducted, tmp_path / "lab")
     record = tmp_path / "lab" / "outputs" / "study" / "ranks" / "sweep.json"
     for file in (record, *record.parent.glob("comparison_*/compare.json")):
@@ -90,7 +90,7 @@ def here(tmp_path, monkeypatch):
 
 @pytest.fixture
 def refused(capsys):
-    """Run a command that must exit with 2 and leave nothing behind; returns what it said."""
+    """Run a command that must exit with 2 and change nothing; return its message."""
 
     def said(*arguments):
         before = {path: path.stat().st_mtime_ns for path in Path.cwd().rglob("*")}
@@ -117,7 +117,7 @@ def manifests(place):
 
 
 def test_a_study_is_registered_before_any_of_its_runs(conducted):
-    """With all that decides on it: arms as a comparison names them, seeds, KPI, rules, digest."""
+    """The entry has the arms, seeds, KPI, rules and digest, and is older than every run."""
     first = entries(conducted)[0]
     cycle = first["cycle"]
     assert cycle["cycle"] == "ranks"
@@ -134,7 +134,7 @@ def test_a_study_is_registered_before_any_of_its_runs(conducted):
 
 
 def test_its_comparison_is_the_registered_one(conducted):
-    """Seed by seed, by the losses that the runs recorded; each run is frozen in the ledger."""
+    """Differences by seed, calculated from the runs' records; the ledger froze each run."""
     [file] = (conducted / "outputs" / "study" / "ranks").glob("comparison_*/compare.json")
     made = Comparison.read(file)
     assert (made.cycle, made.exploratory, made.declared) == ("ranks", None, True)
@@ -148,7 +148,7 @@ def test_its_comparison_is_the_registered_one(conducted):
 
 
 def test_its_page_says_what_was_claimed_and_what_came_of_it(conducted):
-    """Beside the registration, in one place."""
+    """The page has the hypothesis, the registration and the answer."""
     page = (conducted / "outputs" / "study" / "ranks" / "sweep.html").read_text("utf-8")
     for text in (HYPOTHESIS, "entry 1 of", entries(conducted)[0]["sha256"], "for lora.r=8"):
         assert text in page
@@ -158,7 +158,7 @@ def test_its_page_says_what_was_claimed_and_what_came_of_it(conducted):
 
 
 def test_the_same_command_again_runs_nothing(lab, capsys):
-    """All is done, and verified: what it said is said again."""
+    """The runs are verified, and the answer is shown again."""
     before = manifests(lab)
     assert cli.main(["study=ranks"]) == 0
     said = " ".join(capsys.readouterr().out.split())
@@ -168,7 +168,7 @@ def test_the_same_command_again_runs_nothing(lab, capsys):
 
 
 def test_an_interrupted_study_goes_on_where_it_was(lab):
-    """The run that is missing is made, and the seeds are compared again."""
+    """The missing run is repeated, and the seeds are compared again."""
     place = lab / "outputs" / "study" / "ranks"
     job = next(job for job in record_of(lab).jobs if job["number"] == 3)
     run = place / job["directory"]
@@ -177,7 +177,7 @@ def test_an_interrupted_study_goes_on_where_it_was(lab):
         if file.name not in {"job.json", "config.yaml"}:
             shutil.rmtree(file) if file.is_dir() else file.unlink()
     before = {m.run_id: m.started_utc for m in manifests(lab)}
-    # The ledger froze the run that is gone; a study begins another ledger with its other file.
+    # The ledger froze the deleted run, so its later entries are removed.
     ledger = place / "ledger.jsonl"
     ledger.write_text(ledger.read_text("utf-8").splitlines(keepends=True)[0], "utf-8")
     assert cli.main(["study=ranks"]) == 0
@@ -188,7 +188,7 @@ def test_an_interrupted_study_goes_on_where_it_was(lab):
 
 
 def test_a_cancelled_study_is_not_looked_at(here, rows_file, capsys):
-    """All seeds are compared once, so a look before the last would count against the result."""
+    """Seeds are compared once; an earlier look would count against the result."""
     write(here, settings(rows_file))
     place = here / "outputs" / "study" / "ranks"
 
@@ -207,7 +207,7 @@ def test_a_cancelled_study_is_not_looked_at(here, rows_file, capsys):
 
 
 def test_a_study_cancelled_after_a_whole_seed_is_not_looked_at(lab, capsys):
-    """The signal may arrive when a run has just succeeded: no run is then marked as cancelled."""
+    """The signal may come just after a run succeeded, so that no run counts as cancelled."""
     place, record = lab / "outputs" / "study" / "ranks", record_of(lab)
     record.jobs, record.study["later"] = record.jobs[:2], record.jobs[2:]
     record.study["comparison"] = None
@@ -227,7 +227,7 @@ def _finished(place):
 
 
 def test_a_run_that_was_made_again_is_not_the_one_that_was_frozen(lab, capsys):
-    """Whoever deletes a run to have another one is told by the ledger."""
+    """A run whose record was edited contradicts the ledger."""
     place = lab / "outputs" / "study" / "ranks"
     run = place / record_of(lab).jobs[0]["directory"]
     told = json.loads((run / "manifest.json").read_text("utf-8"))
@@ -250,7 +250,7 @@ def test_a_run_that_was_made_again_is_not_the_one_that_was_frozen(lab, capsys):
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_an_edited_study_is_refused(lab, rows_file, refused, change, said):
-    """What was registered is what is run; the edit is named, and how to go on."""
+    """The message names the change, and suggests another name for the study."""
     write(lab, settings(rows_file, **change))
     told = refused("study=ranks")
     assert "the study was edited after it was registered" in told
@@ -259,14 +259,14 @@ def test_an_edited_study_is_refused(lab, rows_file, refused, change, said):
 
 
 def test_a_study_that_is_there_is_continued_by_its_own_command(lab, refused):
-    """Planning it again names that command, because sweep.resume refuses a study."""
+    """Planning it again names the command, because sweep.resume refuses a study."""
     told = refused("study=ranks", "task=plan")
     assert "a sweep already exists here" in told
     assert "python -m mens_exp study=ranks" in told
 
 
 def test_an_edit_of_the_record_does_not_help(lab, rows_file, refused):
-    """The ledger has the digest too."""
+    """The ledger has the digest as well."""
     write(lab, settings(rows_file, margin=0.0))
     record = record_of(lab)
     record.study["settings"]["margin"] = 0.0
@@ -278,7 +278,7 @@ def test_an_edit_of_the_record_does_not_help(lab, rows_file, refused):
 
 
 def test_a_comment_is_no_edit(lab, rows_file):
-    """Nor is the order of keys: only values are registered."""
+    """Only values are registered, neither comments nor the order of keys."""
     values = settings(rows_file)
     file = write(lab, dict(reversed(values.items())))
     file.write_text(file.read_text("utf-8") + "# more words\n", "utf-8")
@@ -286,13 +286,13 @@ def test_a_comment_is_no_edit(lab, rows_file):
 
 
 def test_a_sweep_of_a_study_goes_on_by_the_study(lab, refused):
-    """Its own rule says which runs are due."""
+    """The study's own rules say which runs are due."""
     said = refused("sweep.resume=outputs/study/ranks")
     assert "python -m mens_exp study=ranks" in said
 
 
 def test_a_plan_shows_the_runs_and_registers_nothing(here, rows_file, capsys):
-    """By file, as an experiment keeps it."""
+    """With the study in a file, as an experiment keeps it."""
     file = here / "experiments" / "ranks" / "study.yaml"
     file.parent.mkdir(parents=True)
     file.write_text(yaml.safe_dump(settings(rows_file)), "utf-8")
@@ -306,7 +306,7 @@ def test_a_plan_shows_the_runs_and_registers_nothing(here, rows_file, capsys):
 
 
 def test_a_study_over_its_budget_is_not_started(here, rows_file, refused, make_sweep):
-    """By the plan, before anything is registered: more runs, or more hours."""
+    """Too many runs or hours in the plan are refused before the registration."""
     write(here, settings(rows_file, budget={"runs": 3}))
     assert "study.budget.runs: the study costs more than its budget" in refused("study=ranks")
     study = StudyConfig(hypothesis="h", grid={"lora.r": [2, 8]}, seeds=[1])
@@ -333,7 +333,7 @@ def test_a_study_over_its_budget_is_not_started(here, rows_file, refused, make_s
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_is_no_study_is_told(here, rows_file, refused, arguments, said):
-    """With the way to mean it."""
+    """The message says what is wrong with the command."""
     write(here, settings(rows_file))
     assert said in refused(*arguments)
 
@@ -357,13 +357,13 @@ def test_what_is_no_study_is_told(here, rows_file, refused, arguments, said):
     ids=str,
 )
 def test_a_study_without_a_comparison_is_told(here, rows_file, refused, change, said):
-    """Each by its own setting."""
+    """Each problem is reported at its setting."""
     write(here, settings(rows_file, **change))
     assert said in refused("study=ranks")
 
 
 def test_arms_that_differ_in_nothing_are_told(here, rows_file, refused):
-    """They would be one run, or two that train the same."""
+    """They would be one run, or two equal runs."""
     arms = {"one": ["lora.r=16"], "other": ["lora.alpha=16"]}
     write(here, settings(rows_file, grid={}, arms=arms))
     assert "two arms of the study are the same" in refused("study=ranks")
@@ -373,7 +373,7 @@ def test_arms_that_differ_in_nothing_are_told(here, rows_file, refused):
 
 
 def test_two_studies_of_one_ledger_share_no_seed(lab, rows_file, capsys):
-    """As cycles of a promotion, which have to be two."""
+    """Seeds of an earlier cycle in the ledger are refused."""
     write(lab, settings(rows_file, margin=0.5), "other")
     ledger = "ledger=outputs/study/ranks/ledger.jsonl"
     assert cli.main(["study=other", ledger]) == 2
@@ -385,7 +385,7 @@ def test_two_studies_of_one_ledger_share_no_seed(lab, rows_file, capsys):
 
 
 def test_a_file_that_is_no_study_names_its_key(tmp_path):
-    """A misspelled one is no default in silence."""
+    """A misspelt key must not silently become a default."""
     file = tmp_path / "study.yaml"
     file.write_text("hypothesis: h\nseeds: [1, 2]\nseed: 3\n", "utf-8")
     with pytest.raises(ConfigError, match=r"study.yaml.*seed"):
@@ -404,7 +404,7 @@ def waiting(number, seed):
 
 @pytest.fixture
 def seeds(make_sweep, tmp_path, monkeypatch):
-    """A feed of two arms over four seeds, and the verdicts that its looks will find."""
+    """A feed of two arms over four seeds, with the verdicts that it will find."""
 
     def made(verdicts, **settings_of_study):
         study = StudyConfig(
@@ -430,21 +430,21 @@ def seeds(make_sweep, tmp_path, monkeypatch):
 
 
 def run_all(feed, record, state=JobState.SUCCEEDED, wall_s=1.0):
-    """End each job as soon as it is supplied; return how many were."""
+    """End each job as soon as it is supplied; return their number."""
     while feed.supply():
         record.jobs[-1]["state"], record.jobs[-1]["results"] = state, {"wall_s": wall_s}
     return len(record.jobs)
 
 
 def test_without_looks_every_seed_runs(seeds):
-    """One look decides, after the last."""
+    """There is only one look, after the last seed."""
     feed, record = seeds([])
     assert run_all(feed, record) == 8
     assert record.study["stopped"] is None
 
 
 def test_the_first_verdict_ends_a_study_that_looks(seeds):
-    """After the third seed here; the runs of the fourth are not started, and it is said why."""
+    """Here after the third seed: the fourth is not started, and the record says why."""
     verdicts = [Verdict.NOT_REACHABLE, Verdict.NO_DIFFERENCE, Verdict.WORSE]
     feed, record = seeds(verdicts, stopping=Stopping.first_verdict)
     assert run_all(feed, record) == 6
@@ -453,7 +453,7 @@ def test_the_first_verdict_ends_a_study_that_looks(seeds):
 
 
 def test_a_seed_begins_when_the_one_before_has_ended_well(seeds):
-    """A failed arm leaves nothing to look at, and the seeds after it would be wasted."""
+    """After a failed arm there is nothing to compare, and later seeds would be wasted."""
     feed, record = seeds([], stopping=Stopping.first_verdict)
     assert [feed.supply(), feed.supply(), feed.supply()] == [True, True, False]
     for job, state in zip(record.jobs, (JobState.SUCCEEDED, JobState.FAILED), strict=True):
@@ -463,7 +463,7 @@ def test_a_seed_begins_when_the_one_before_has_ended_well(seeds):
 
 
 def test_a_spent_budget_starts_no_further_seed(seeds):
-    """A seed that has begun is finished: without one of its arms it says nothing."""
+    """A seed that has started is finished, since one arm alone says nothing."""
     feed, record = seeds([], budget=StudyBudget(hours=1.0))
     assert run_all(feed, record, wall_s=1000.0) == 4
     assert record.study["stopped"].startswith("the budget of 1 hours is spent: 1.11")
@@ -481,7 +481,7 @@ def test_a_spent_budget_starts_no_further_seed(seeds):
     ],
 )
 def test_registered_seeds_are_all_or_the_first_ones(seen, stopping, is_registered):
-    """A study that looks may end early, and may not choose its seeds."""
+    """With looks, a study may end early, but may not choose its seeds."""
     cycle = {"seeds": [3, 1, 2], "study": {"stopping": stopping}}
     assert _are_registered(seen, cycle) is is_registered
 
@@ -501,7 +501,7 @@ def test_registered_seeds_are_all_or_the_first_ones(seen, stopping, is_registere
 def test_a_hypothesis_holds_if_the_interval_lies_beyond_its_margin(
     low, high, margin, claim, answer
 ):
-    """A negative margin claims that an arm is no worse."""
+    """A negative margin claims that an arm is not worse."""
     kpi = {"low": low, "high": high, "estimate": -0.2, "seeds": [1, 2]}
     contrast = {"arm": "a", "confounded_by": [], "kpis": {"val_loss": kpi}}
     record = SimpleNamespace(primary="val_loss", contrasts=[contrast])
@@ -522,14 +522,14 @@ def test_a_hypothesis_holds_if_the_interval_lies_beyond_its_margin(
 def test_a_study_that_could_not_be_compared_is_not_registered(
     here, rows_file, refused, changes, said
 ):
-    """Its runs would be lost: a mended file would be another study."""
+    """The runs would be wasted, because a corrected file is another study."""
     write(here, settings(rows_file, **changes))
     assert said in refused("study=ranks", "task=plan")
     assert said in refused("study=ranks")
 
 
 def test_a_reference_may_be_named_as_the_file_names_its_arms(here, rows_file):
-    """The comparison has it under the name that it gives to arms."""
+    """The comparison uses the name that it gives to arms itself."""
     arms = {"small": ["lora.r=2"], "large": ["lora.r=8"]}
     write(here, settings(rows_file, grid={}, arms=arms, reference="large"))
     assert cli.main(["study=ranks", "hydra.launcher.n_jobs=1"]) == 0
@@ -538,7 +538,7 @@ def test_a_reference_may_be_named_as_the_file_names_its_arms(here, rows_file):
 
 
 def test_a_comparison_that_fails_is_an_error_and_its_page_answers_nothing(lab, capsys, monkeypatch):
-    """No other comparison takes the place of the registered one."""
+    """No other comparison replaces the registered one."""
     record = record_of(lab)
     record.study["comparison"] = None
     record.write(SweepDir(lab / "outputs" / "study" / "ranks").record)
@@ -557,7 +557,7 @@ def test_a_comparison_that_fails_is_an_error_and_its_page_answers_nothing(lab, c
 def test_runs_that_a_ledger_froze_may_be_compared_by_another_kpi(
     conducted, tmp_path, monkeypatch, capsys
 ):
-    """As an exploratory comparison; an edited record is still refused."""
+    """The comparison is exploratory; an edited record is still refused."""
     monkeypatch.chdir(conducted)
     place = Path("outputs/study/ranks")
     command = ["task=compare", f"path={place}", "compare.primary=val_bits_per_byte"]
@@ -577,7 +577,7 @@ def test_runs_that_a_ledger_froze_may_be_compared_by_another_kpi(
 
 
 def test_a_study_that_was_killed_before_its_registration_registers(lab):
-    """No run had begun: the entry comes before the first."""
+    """No run had started, so the entry is still the first."""
     place = lab / "outputs" / "study" / "ranks"
     record = record_of(lab)
     record.study |= {"later": record.jobs, "entry": None, "entry_sha256": None}

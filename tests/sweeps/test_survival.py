@@ -1,7 +1,7 @@
-"""What becomes of a sweep that is disturbed: every launcher by every event, its jobs stand-ins.
+"""Disturbed sweeps: every launcher with every event, and stand-ins for jobs.
 
-True jobs, which go on to the same bytes, are those of tests/end_to_end/test_sweep_survives.py and,
-on a cluster, of test_slurm_cluster.py.
+Real jobs, which have to end with the same bytes, are in tests/end_to_end/test_sweep_survives.py
+and, on a cluster, in test_slurm_cluster.py.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LAUNCHERS = {
         },
     },
 }
-# The interpreter of launchers, and of tasks that Slurm starts: any job is the stand-in.
+# The interpreter of launchers and of Slurm's tasks: any job is the stand-in.
 PYTHON = """#!/bin/bash
 if [ "$1" = -u ]; then shift; fi
 if [ "$2" = mens_exp.sweeps.job ]; then shift 2; exec {python} -S {stand_in} "$@"; fi
@@ -82,14 +82,14 @@ class Disturbed:
 
     def __init__(self, directory, python, environment):
         self.directory, self.place = directory, directory.path
-        # Slurm and plugins are given all jobs at once, and log how each attempt ends.
+        # Slurm and plugins get all jobs at once, and log how each attempt ends.
         self.is_local = SweepRecord.read(directory.record).launcher == LOCAL_LAUNCHER
         self._python = python
         self.environment = environment
         self.launchers = []
 
     def go_on(self, **more):
-        """Start a launcher, with other settings, as sweep.resume does; that takes longer."""
+        """Start a launcher with changed settings, as a quicker sweep.resume."""
         record = SweepRecord.read(self.directory.record)
         record.launcher_settings.update(more.pop("launcher_settings", {}))
         for name, value in more.items():
@@ -109,7 +109,7 @@ class Disturbed:
         return launcher
 
     def finish(self, **more):
-        """Let the jobs end well; return how a launcher of the rest ends."""
+        """Let the jobs succeed; return the exit code of a launcher of the remaining ones."""
         self.let_go()
         return self.go_on(**more).wait(LIMIT_S)
 
@@ -117,7 +117,7 @@ class Disturbed:
         (self.place / "go").touch()
 
     def listens(self, number=0, attempt=0):
-        """Wait until an attempt of a job is at work; return its process."""
+        """Wait until an attempt of a job is running; return its process."""
         run = RunDir(self.place / f"{number}_job")
         until((run.path / f"tried_{attempt}").exists)
         until((run.path / "listens").exists)
@@ -138,12 +138,12 @@ class Disturbed:
         return [[one["exit_code"] for one in job["attempts"]] for job in self.jobs()]
 
     def task(self):
-        """Return the process of the first job's batch script."""
+        """Return the queue id and the process of the first job's batch script."""
         (queue_id,) = {one["queue_id"] for one in AttemptLog(self.directory.attempts(0)).attempts()}
         return queue_id, int((self.place / "slurm" / f"{queue_id}.pid").read_text("ascii"))
 
 
-# Each start of one of submitit's jobs is a true start of Python: `make soak` runs these.
+# Each of submitit's jobs really starts Python, so these run in `make soak`.
 PARAMS = [
     pytest.param(name, marks=pytest.mark.soak if name == "submitit_local" else ())
     for name in LAUNCHERS
@@ -152,7 +152,7 @@ PARAMS = [
 
 @pytest.fixture(params=PARAMS)
 def disturbed(request, scripted, stand_in, tmp_path):
-    """Make a sweep of a launcher."""
+    """Make a sweep of one of the launchers."""
     python, commands = tmp_path / "python", Path(__file__).with_name("fake_slurm.py")
     words = {"python": shlex.quote(sys.executable), "stand_in": shlex.quote(str(stand_in))}
     python.write_text(PYTHON.format(**words), "ascii")
@@ -178,7 +178,7 @@ def disturbed(request, scripted, stand_in, tmp_path):
 
 
 def test_a_killed_job_stops_no_other_and_is_taken_up_again(disturbed):
-    """The sweep says that one failed, and why; the other has succeeded."""
+    """The sweep records which one failed and why, and the other one succeeds."""
     launcher = disturbed.go_on()
     os.kill(disturbed.listens(), signal.SIGKILL)
     disturbed.let_go()
@@ -192,7 +192,7 @@ def test_a_killed_job_stops_no_other_and_is_taken_up_again(disturbed):
 
 @slurm
 def test_a_killed_job_is_tried_again_by_its_launcher(disturbed):
-    """As often as sweep.retries says; of the local launcher, test_launcher."""
+    """As often as sweep.retries allows; for the local launcher see test_launcher."""
     launcher = disturbed.go_on(retries=1)
     os.kill(disturbed.listens(), signal.SIGKILL)
     disturbed.listens(attempt=1)
@@ -202,7 +202,7 @@ def test_a_killed_job_is_tried_again_by_its_launcher(disturbed):
 
 
 def test_a_killed_launcher_leaves_its_job_at_work(disturbed):
-    """Resuming waits for it instead of starting it anew; Slurm's task alone saw how it ended."""
+    """Resuming waits for it; only Slurm's task recorded how it ended."""
     launcher = disturbed.go_on()
     pid = disturbed.listens()
     launcher.kill()
@@ -217,7 +217,7 @@ def test_a_killed_launcher_leaves_its_job_at_work(disturbed):
 
 
 def test_a_killed_launcher_and_job_go_on_together(disturbed):
-    """What died is started again, once; by a retry where the launcher still found it at work."""
+    """The dead job is started again once, by a retry if the launcher still found it running."""
     launcher = disturbed.go_on()
     pid = disturbed.listens()
     launcher.kill()
@@ -232,7 +232,7 @@ def test_a_killed_launcher_and_job_go_on_together(disturbed):
 
 
 def test_ctrl_c_cancels_what_is_at_work(disturbed):
-    """What waits does not begin, and the sweep goes on afterwards, as many at a time as asked."""
+    """Waiting jobs do not start, and the sweep can be resumed with another number of jobs."""
     launcher = disturbed.go_on()
     pids = [disturbed.listens(number) for number in range(1 if disturbed.is_local else 2)]
     launcher.send_signal(signal.SIGINT)
@@ -247,7 +247,7 @@ def test_ctrl_c_cancels_what_is_at_work(disturbed):
 @slurm
 @pytest.mark.parametrize("by", ["its own task, which was warned", "Slurm"])
 def test_a_job_that_another_takes_the_node_of_is_put_back(disturbed, by):
-    """The launcher waits for its second start, and it keeps its number in the queue."""
+    """The launcher waits for its second start, which has the same queue id."""
     launcher = disturbed.go_on()
     pid = disturbed.listens()
     queue_id, task = disturbed.task()
@@ -268,7 +268,7 @@ def test_a_job_that_another_takes_the_node_of_is_put_back(disturbed, by):
 
 @slurm
 def test_a_job_that_is_out_of_time_too_often_has_failed(disturbed):
-    """With Slurm's word for it; a longer limit goes on with it."""
+    """The reason has Slurm's word; with a longer limit, it can be resumed."""
     settings = {"timeout_min": 1, "signal_delay_s": 30, "max_num_timeout": 0}
     launcher = disturbed.go_on(retries=1, launcher_settings=settings)
     disturbed.listens()
@@ -286,7 +286,7 @@ def test_a_job_that_is_out_of_time_too_often_has_failed(disturbed):
 
 @slurm
 def test_a_job_that_is_cancelled_from_outside_says_so(disturbed):
-    """The other one goes on to its end."""
+    """The other job runs to its end."""
     launcher = disturbed.go_on()
     disturbed.listens()
     queue_id, _ = disturbed.task()

@@ -15,19 +15,19 @@ def six_cores(monkeypatch):
 
 @pytest.mark.parametrize(("n_jobs", "each"), [(1, 6), (2, 3), (4, 1), (9, 1)])
 def test_cores_are_shared_out(n_jobs, each):
-    """Rounded down, so that jobs do not fight, and never less than one."""
+    """Rounded down, and never less than one."""
     assert threads_per_job(LocalLauncher(n_jobs=n_jobs)) == each
 
 
 @pytest.mark.parametrize(("n_jobs", "many"), [(-1, 6), (-2, 5), (-6, 1), (-9, 1), (9, 9)])
 def test_jobs_may_be_counted_back_from_the_cores(n_jobs, many):
-    """One for each of six, all but one, and never less than one."""
+    """-1 means one for each of six cores, -2 all but one, and never less than one."""
     launcher = LocalLauncher(n_jobs=n_jobs)
     assert (jobs_at_a_time(launcher), threads_per_job(launcher)) == (many, max(1, 6 // many))
 
 
 def test_what_the_user_says_wins(monkeypatch):
-    """The setting before the environment, and that before the cores."""
+    """The setting first, then the environment, then the number of cores."""
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert threads_per_job(LocalLauncher(n_jobs=1)) == 2
     assert threads_per_job(LocalLauncher(n_jobs=1, threads=5)) == 5
@@ -36,7 +36,7 @@ def test_what_the_user_says_wins(monkeypatch):
 
 
 def test_without_gpus_the_device_is_left_alone(monkeypatch):
-    """A job sees what the launcher sees."""
+    """A job sees the same device as the launcher."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
     made = environment_of(3, threads=2, gpus=[])
     assert (made["CUDA_VISIBLE_DEVICES"], made["OMP_NUM_THREADS"]) == ("5", "2")
@@ -45,13 +45,13 @@ def test_without_gpus_the_device_is_left_alone(monkeypatch):
 
 @pytest.mark.parametrize(("processes", "each"), [(1, "6"), (2, "3"), (4, "1"), (8, "1")])
 def test_the_processes_of_a_job_share_its_threads(processes, each):
-    """Rounded down, and never less than one: torch reads the number in every process."""
+    """Rounded down, and never less than one, because each process of torch reads the number."""
     made = environment_of(0, threads=6, gpus=[], processes=processes)
     assert (made["OMP_NUM_THREADS"], made["MKL_NUM_THREADS"]) == (each, each)
 
 
 def test_a_job_of_several_processes_has_gpus_of_its_own():
-    """As many as the widest job takes; one that has fewer processes sees no more than it uses."""
+    """As many as the largest job needs; a smaller job sees only the GPUs that it uses."""
     gpus = ["4", "5", "6", "7"]
 
     def seen(slot, processes):
@@ -62,7 +62,7 @@ def test_a_job_of_several_processes_has_gpus_of_its_own():
 
 
 def test_jobs_of_one_process_may_share_a_gpu_and_those_of_several_may_not():
-    """Three jobs of two GPUs on five of them; where nobody knows the GPUs, none are counted."""
+    """Three jobs of two GPUs do not fit on five; unknown GPUs are not counted."""
     gpus = ["0", "1", "2", "3", "4"]
     assert gpu_problems(gpus, 1, 9) == []
     assert gpu_problems(gpus, 2, 2) == []

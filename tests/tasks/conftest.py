@@ -26,7 +26,7 @@ from mens_exp.report.write import write_report
 
 @pytest.fixture(scope="session")
 def cell(tiny_run):
-    """One composed training run; only to be read."""
+    """A finished training run, shared by all tests: do not change it."""
     checked = check(tiny_run)
     assert not checked.problems
     return checked.cells[0]
@@ -34,7 +34,7 @@ def cell(tiny_run):
 
 @pytest.fixture
 def break_at(monkeypatch):
-    """Raise an error just before a micro-batch is trained on, until told otherwise."""
+    """Raise an error just before a micro-batch is trained on, until the patch is undone."""
     from mens_exp.training.module import TrainingModule
 
     original = TrainingModule.training_step
@@ -100,7 +100,7 @@ def study_at():
 
 @pytest.fixture(scope="session")
 def honest(shelf, study_at):
-    """Write the runs of two cycles, which nothing has compared yet; only to be read."""
+    """Write the runs of two cycles, not yet compared; shared by all tests: do not change."""
 
     def write(place):
         place.mkdir()
@@ -123,7 +123,7 @@ def study(study_at, tmp_path):
 
 @pytest.fixture(scope="session")
 def frozen():
-    """Return the rules that a cycle freezes with nothing told, as the ledger has them."""
+    """Return the rules that a cycle freezes by default, in the form the ledger has them."""
     return {
         "alpha": 0.05,
         "test": "t",
@@ -149,7 +149,7 @@ def frozen():
 
 @pytest.fixture
 def compare(typed, tmp_path):
-    """Compare what a path names and return the record."""
+    """Compare the runs below a path and return the record."""
     number = iter(range(99))
 
     def command(path, *overrides):
@@ -161,7 +161,7 @@ def compare(typed, tmp_path):
     return command
 
 
-@functools.cache  # Hydra takes a third of a second each time
+@functools.cache  # composing with Hydra takes 0.3 s each time
 def composed(*overrides):
     usual = ["model=tiny_llama", "trainer=cpu", "logger=none", "suite=none"]
     return compose([[*usual, *overrides]])[0]
@@ -169,7 +169,7 @@ def composed(*overrides):
 
 @functools.cache  # the same for every study of these arms
 def settled(overrides, seed):
-    """Return a run's configuration as YAML, its digest and its contract's record as JSON."""
+    """Return a run's configuration as YAML, its digest and the record of its contract."""
     values = composed(*overrides).values.copy()
     values.seed = seed
     contract = contract_of(typed_config(values)).record()
@@ -311,12 +311,12 @@ def write_scores(
 
 @pytest.fixture
 def sweep_over():
-    """Put the record of a sweep over runs that `study` has written, of so many seeds."""
+    """Write the record of a sweep over the runs that `study` has written, with so many seeds."""
     return made_sweep
 
 
 def made_sweep(root, seeds):
-    """Add a job that failed to the runs of a study."""
+    """Add a failed job to the runs of a study."""
     cells = [(seed, arm) for seed in range(1, seeds + 1) for arm in (0, 1)]
     jobs = [
         _job(number, f"{number}_{root.name}", seed, arm) for number, (seed, arm) in enumerate(cells)

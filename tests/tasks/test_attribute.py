@@ -33,13 +33,13 @@ def attributed(rows_file, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(attributed):
-    """One such run, a suggestion allowed to leave modules out; only to be read."""
+    """A finished run whose suggestion may leave modules out; do not change it."""
     bounds = "attribute.position_bounds=[0,20]"
     return attributed("attribute.extra_bits=3", bounds, "logger=wandb")
 
 
 def test_every_quantized_module_is_measured(run):
-    """Seven projections in two layers; the head is never quantized."""
+    """All seven projections of both layers are measured; the head, never quantized, is not."""
     record = Attribution.read(run.attribution)
     assert len(record.modules) == 14
     assert record.variants == ["nf4_double", "nf4", "fp4_double"]
@@ -49,7 +49,7 @@ def test_every_quantized_module_is_measured(run):
 
 
 def test_modules_are_a_table_and_a_panel_in_wandb(run, mirrored):
-    """The dearest module first; the file itself is an artifact."""
+    """W&B gets a table with the costliest module first, and the file itself as an artifact."""
     record = Attribution.read(run.attribution)
     found = mirrored(run)
     assert [one["run"]["job_type"] for one in found if one["type"] == "run"] == ["attribute"]
@@ -65,7 +65,7 @@ def test_modules_are_a_table_and_a_panel_in_wandb(run, mirrored):
 
 
 def test_record_and_figures_are_in_the_manifest(run):
-    """The file by its hash, the headline figures as results."""
+    """The manifest has the hash of the file, and the headline figures as results."""
     manifest = Manifest.read(run.manifest)
     record = Attribution.read(run.attribution)
     assert manifest.status is Status.SUCCEEDED
@@ -77,7 +77,7 @@ def test_record_and_figures_are_in_the_manifest(run):
 
 
 def test_printed_overrides_compose_and_plan(run, rows_file):
-    """Our own parser and preflight take them."""
+    """The printed overrides are accepted by the parser and by preflight."""
     overrides = Attribution.read(run.attribution).suggestion["overrides"]
     assert [text.partition("=")[0] for text in overrides] == ["quant.skip", "lora.targets"]
     base = ["model=tiny_llama", "trainer=cpu", "logger=none", "data=jsonl"]
@@ -87,13 +87,13 @@ def test_printed_overrides_compose_and_plan(run, rows_file):
 
 
 def test_the_same_command_measures_the_same(run, attributed):
-    """Byte for byte, on one thread."""
+    """On one thread, the same command writes the same bytes."""
     again = attributed("attribute.extra_bits=3", "attribute.position_bounds=[0,20]")
     assert again.attribution.read_bytes() == run.attribution.read_bytes()
 
 
 def test_skipped_modules_are_not_measured(attributed):
-    """What is left out is no error of quantization; fp4 is a configured type like nf4."""
+    """A skipped module has no quantization error; fp4 is measured as nf4 is."""
     record = Attribution.read(attributed("quant=fp4", "quant.skip=[mlp]").attribution)
     assert {one["kind"] for one in record.modules} == {"q", "k", "v", "o"}
     assert record.configured == "fp4_double"
@@ -101,16 +101,16 @@ def test_skipped_modules_are_not_measured(attributed):
 
 
 def test_a_codebook_is_attributed_beside_nf4(attributed):
-    """Three bits cost more than four, of the whole model and in bits."""
+    """Over the whole model int3 has 1.5 times the KL of nf4_double; its stored bits are given."""
     record = Attribution.read(attributed("quant=int3").attribution)
     assert record.variants == ["int3", "nf4_double"]
     three, four = (record.whole[name] for name in record.variants)
     assert three["kl"] > 1.5 * four["kl"]
-    assert three["bits_per_parameter"] == 4.5  # codes of three bits are stored in four
+    assert three["bits_per_parameter"] == 4.5  # 3-bit codes are stored in four bits
 
 
 def test_a_mixture_is_suggested_as_an_override(attributed, rows_file):
-    """Of the quantizers named, at as many bits as the configured one; it composes and plans."""
+    """The suggested mixture uses the named quantizers within the configured bits, and plans."""
     run = attributed("attribute.quant_types=[nf2,nf8]", "data.seq_len=128")
     record, manifest = Attribution.read(run.attribution), Manifest.read(run.manifest)
     mixture, uniform = record.suggestion["mixture"], record.whole["nf4_double"]
@@ -167,7 +167,7 @@ def test_request_is_refused(
     overrides,
     said,
 ):
-    """Before a run directory exists, with what is wrong once."""
+    """The message names what is wrong once, before a run directory is created."""
     run = attributed(*overrides, code=2)
     message = " ".join(capsys.readouterr().err.split())
     assert message.count(said) == 1
@@ -175,5 +175,5 @@ def test_request_is_refused(
 
 
 def test_settings_of_attribution_are_refused_elsewhere():
-    """They would do nothing in training."""
+    """Settings of attribution are refused in training, where they have no effect."""
     assert cli.main(["attribute.tokens=9"]) == 2

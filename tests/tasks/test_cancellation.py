@@ -12,7 +12,7 @@ HANDLED = [signal.SIGINT, signal.SIGTERM]
 
 @pytest.mark.parametrize("number", HANDLED)
 def test_the_first_signal_cancels(number):
-    """It raises in the block, named after the signal, and the handlers are put back."""
+    """The first signal raises Cancelled with its name, and the handlers are restored."""
     before = [signal.getsignal(each) for each in HANDLED]
     with pytest.raises(Cancelled, match=number.name), cancellable(lambda: False):
         signal.raise_signal(number)
@@ -20,7 +20,7 @@ def test_the_first_signal_cancels(number):
 
 
 def test_after_the_first_signal_the_system_ends_the_process():
-    """Whatever Python code runs then cannot hold up the second one."""
+    """The default handler is back in place, so a second signal ends the process at once."""
     with cancellable(lambda: False):
         with pytest.raises(Cancelled):
             signal.raise_signal(signal.SIGINT)
@@ -28,14 +28,14 @@ def test_after_the_first_signal_the_system_ends_the_process():
 
 
 def test_a_closing_run_is_not_cancelled():
-    """Its status stands already; the second signal ends it like any other."""
+    """A closing run has its status already: a signal does not cancel it, and a second ends it."""
     with cancellable(lambda: True):
         signal.raise_signal(signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
 
 
 def test_outside_of_the_main_thread_nothing_is_installed():
-    """Python refuses handlers there, and the block runs all the same."""
+    """Python accepts signal handlers only in the main thread; elsewhere the block runs without."""
     seen = []
     before = signal.getsignal(signal.SIGINT)
 

@@ -1,4 +1,4 @@
-"""A run's files that are no longer what it wrote: every command that reads them refuses them."""
+"""Output files that changed after the run: every command that reads them refuses them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ V3, PEFT = "adapter/adapter.safetensors", "adapter/peft/adapter_model.safetensor
 
 
 def flip(path):
-    """Flip the sign of the last value: the file loads as before."""
+    """Flip the sign of the last value; the file still loads."""
     content = bytearray(path.read_bytes())
     content[-1] ^= 0x80
     path.write_bytes(bytes(content))
@@ -29,12 +29,12 @@ def flip(path):
 
 @pytest.fixture
 def copied(finished, tmp_path):
-    """A copy of a finished run, to be spoiled."""
+    """Copy a finished run, so that a test can damage it."""
     return RunDir(shutil.copytree(finished.path, tmp_path / "copied"))
 
 
 def refused(capsys, tmp_path, *command, code=2):
-    """Type a command; return what it said on standard error."""
+    """Type a command that must be refused, and return its standard error."""
     assert cli.main([*command, f"hydra.run.dir={tmp_path / 'own'}"]) == code
     return " ".join(capsys.readouterr().err.split())
 
@@ -52,7 +52,7 @@ def refused(capsys, tmp_path, *command, code=2):
     ids=["merge", "peft", "bundle", "evaluate", "chat", "continue"],
 )
 def test_a_flipped_adapter_is_refused(copied, capsys, tmp_path, command):
-    """One sign of one matrix is another; its hash contradicts the manifest."""
+    """One flipped sign in one matrix changes the hash, which no longer matches the manifest."""
     flip(copied.path / V3)
     said = refused(capsys, tmp_path, *(text.format(run=copied.path) for text in command))
     assert f"{V3}: " in said
@@ -60,7 +60,7 @@ def test_a_flipped_adapter_is_refused(copied, capsys, tmp_path, command):
 
 
 def test_a_flipped_peft_directory_of_a_run_is_not_continued_from(copied, capsys, tmp_path):
-    """It is read on its own, and belongs to a run all the same."""
+    """A PEFT directory is read on its own, but it is checked against the manifest of its run."""
     flip(copied.path / PEFT)
     command = ["model=tiny_llama", "trainer=cpu", "logger=none", "suite=none"]
     said = refused(capsys, tmp_path, *command, f"lora.init_from={copied.peft}")
@@ -70,7 +70,7 @@ def test_a_flipped_peft_directory_of_a_run_is_not_continued_from(copied, capsys,
 def test_a_peft_directory_of_nobody_is_continued_from_and_its_hash_recorded(
     copied, tmp_path, train_in, rows_file
 ):
-    """There is no manifest to contradict: what was read is what is recorded."""
+    """Without a manifest to check against, the hash of what was read is recorded."""
     theirs = shutil.copytree(copied.peft, tmp_path / "theirs")
     flip(theirs / "adapter_model.safetensors")
     run = train_in(tmp_path / "run", f"lora.init_from={theirs}")
@@ -84,7 +84,7 @@ def test_a_peft_directory_of_nobody_is_continued_from_and_its_hash_recorded(
     "name", ["adapter/adapter_manifest.json", "config.yaml", "chat_template.jinja"]
 )
 def test_an_edited_record_of_the_adapter_is_refused(copied, capsys, tmp_path, name):
-    """Another alpha or another base would be merged."""
+    """An edited alpha or base in the adapter's record would change what is merged."""
     file = copied.path / name
     file.write_text(file.read_text("utf-8") + "\n", "utf-8")
     said = refused(capsys, tmp_path, "task=merge", "logger=none", f"path={copied.path}")
@@ -94,7 +94,7 @@ def test_an_edited_record_of_the_adapter_is_refused(copied, capsys, tmp_path, na
 def test_a_template_whose_hash_an_older_run_did_not_list_is_compared_with_its_inputs(
     copied, capsys, tmp_path
 ):
-    """The run's copy is what a merge hands on."""
+    """Older runs list no hash of the template that a merge passes on; their inputs have it."""
     manifest = Manifest.read(copied.manifest)
     del manifest.outputs["chat_template.jinja"]
     manifest.write(copied.manifest)
@@ -107,7 +107,7 @@ def test_a_template_whose_hash_an_older_run_did_not_list_is_compared_with_its_in
 
 
 def test_a_run_at_work_may_change_its_files(copied, capsys, tmp_path):
-    """Its manifest states hashes of an earlier attempt; a merge then refuses for that alone."""
+    """The manifest of a run at work has hashes of an earlier attempt, so they are not compared."""
     manifest = Manifest.read(copied.manifest)
     manifest.status = Status.STARTED
     manifest.write(copied.manifest)
@@ -116,7 +116,7 @@ def test_a_run_at_work_may_change_its_files(copied, capsys, tmp_path):
 
 
 def test_merged_weights_that_were_flipped_are_not_served(finished, tmp_path, capsys):
-    """Before a server starts; the manifest of the merge beside them says otherwise."""
+    """A merged model is checked against the manifest beside it before a server starts."""
     run = tmp_path / "merge"
     assert (
         cli.main(["task=merge", "logger=none", f"path={finished.path}", f"hydra.run.dir={run}"])
@@ -129,7 +129,7 @@ def test_merged_weights_that_were_flipped_are_not_served(finished, tmp_path, cap
 
 @pytest.fixture(scope="module")
 def outputs(finished, tmp_path_factory):
-    """A merged model and a PEFT directory away from any run; only to be copied."""
+    """A merged model and a PEFT directory outside any run; shared by all tests: copy them."""
     root = tmp_path_factory.mktemp("outputs")
     merge = ["task=merge", f"path={finished.path}", f"out={root / 'model'}", "parity.tokens=64"]
     assert cli.main([*merge, "parity.accept=true", f"hydra.run.dir={root / 'a' / 'merge'}"]) == 0
@@ -140,7 +140,7 @@ def outputs(finished, tmp_path_factory):
 
 @pytest.fixture
 def output(outputs, tmp_path):
-    """Copy one of them, to be spoiled."""
+    """Copy one of them, so that a test can damage it."""
     return lambda name: shutil.copytree(outputs / name, tmp_path / name)
 
 
@@ -148,7 +148,7 @@ def output(outputs, tmp_path):
     "name", ["model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"]
 )
 def test_a_merged_model_that_differs_from_its_certificate_is_no_base(output, cache, name):
-    """No manifest is above it; parity.json next to it states the hashes."""
+    """No manifest lies above the model; parity.json beside it has the hashes."""
     model = output("model")
     resolve(HfModel(id=str(model)), cache)
     flip(model / name)
@@ -161,14 +161,14 @@ def test_a_merged_model_that_differs_from_its_certificate_is_no_base(output, cac
 
 
 def test_a_merged_model_s_card_may_be_edited(output):
-    """People write there; the weights are what they were."""
+    """The model card is meant to be edited, so only the other files have to match."""
     model = output("model")
     flip(model / "README.md")
     refuse_changed_model(model)
 
 
 def test_a_certificate_that_cannot_be_read_vouches_for_nothing(output):
-    """One flipped bit must not switch the check off."""
+    """A damaged certificate is refused, or else one flipped bit would switch off the check."""
     model = output("model")
     text = (model / "parity.json").read_text("utf-8")
     (model / "parity.json").write_text(text.replace(":", ";", 1), "utf-8")
@@ -184,7 +184,7 @@ def test_a_certificate_that_cannot_be_read_vouches_for_nothing(output):
 def test_commands_refuse_a_merged_model_that_differs_from_its_certificate(
     output, capsys, tmp_path, command
 ):
-    """Its tokenizer, too: other ids are other words."""
+    """The tokenizer is checked as well as the weights: other ids are other words."""
     model = output("model")
     (model / "tokenizer.json").write_bytes((model / "tokenizer.json").read_bytes() + b" ")
     said = refused(capsys, tmp_path, *(text.format(model=model) for text in command))
@@ -193,7 +193,7 @@ def test_commands_refuse_a_merged_model_that_differs_from_its_certificate(
 
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
 def test_an_exported_adapter_that_differs_from_its_certificate_is_refused(output, name):
-    """Where its run is not at hand, the certificate still is."""
+    """The certificate is enough to check an exported adapter whose run is not at hand."""
     peft = output("peft")
     refuse_changed_adapter(peft)
     flip(peft / name)
@@ -204,7 +204,7 @@ def test_an_exported_adapter_that_differs_from_its_certificate_is_refused(output
 def test_a_base_of_another_configuration_is_refused_by_every_reader(
     tiny_base, train_in, tmp_path, capsys
 ):
-    """The same weights with another epsilon are another model, and their hash does not say so."""
+    """Equal weights with another epsilon are another model, which their hash does not show."""
     base = shutil.copytree(tiny_base.directory, tmp_path / "base")
     run = train_in(tmp_path / "run", "model=hf", f"model.id={base}", "trainer.max_steps=1")
     config = json.loads((base / "config.json").read_text("utf-8"))
@@ -229,7 +229,7 @@ def test_a_base_of_another_configuration_is_refused_by_every_reader(
 
 
 def test_code_of_a_base_is_recorded_where_it_is_run(tiny_base, cache, tmp_path):
-    """A model that was made here has none, and its files have a list of their own."""
+    """Code in a base is recorded if it is run; a model made here has none."""
     assert definition_of(tiny_base) == {}
     base = shutil.copytree(tiny_base.directory, tmp_path / "base")
     (base / "modeling_own.py").write_text("one = 1\n", "utf-8")

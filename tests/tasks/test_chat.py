@@ -48,7 +48,7 @@ def chat(tmp_path, monkeypatch):
 
 
 def test_each_model_sees_its_own_answers_and_no_others(talk, monkeypatch):
-    """The second prompt holds the first question and the model's own reply to it."""
+    """The second prompt contains the first question and the model's own reply to it, no other."""
     seen = []
     talk.ask("one", lambda _answers: None)
     talk.turns[0]["answers"]["base"]["text"] = "I am base"
@@ -68,7 +68,7 @@ def test_each_model_sees_its_own_answers_and_no_others(talk, monkeypatch):
 
 
 def test_answers_grow_by_a_token_each(talk):
-    """Both are shown after every token, so that the terminal streams them side by side."""
+    """Each model's text is shown after every token, so that both stream side by side."""
     shown = []
     talk.ask("one", lambda a: shown.append((a["base"].tokens, a["tuned"].tokens)))
     assert shown[: min(len(shown), 2)] == [(1, 1), (2, 2)][: len(shown)]
@@ -78,7 +78,7 @@ def test_answers_grow_by_a_token_each(talk):
 
 
 def test_a_prompt_is_encoded_as_in_training(talk):
-    """The ids before the answer of a training row are those that a chat begins with."""
+    """A chat prompt has the ids that come before the answer in a training row."""
     from mens_exp.rows.documents import Labelling
     from mens_exp.rows.encode import encode
     from mens_exp.rows.schema import TrainingPair
@@ -96,7 +96,7 @@ def test_a_prompt_is_encoded_as_in_training(talk):
 
 
 def test_one_prompt_is_answered_in_plain_sections(chat, finished, capsys):
-    """A pipe sees each model's answer under its title, and nothing is asked."""
+    """Output to a pipe has each model's answer under its title, and no input is requested."""
     said = chat(f"path={finished.path}", "prompt=hello")
     (turn,) = said["turns"]
     assert turn["user"] == "hello"
@@ -108,7 +108,7 @@ def test_one_prompt_is_answered_in_plain_sections(chat, finished, capsys):
 
 
 def test_typed_lines_are_turns_until_the_end_of_input(chat, finished, capsys):
-    """/reset and /system begin anew; an unknown command is told, and is empty."""
+    """/reset and /system start a new conversation; an unknown command is reported and no turn."""
     typed = "one\n\ntwo\n/reset\nthree\n/system Be brief.\nfour\n/quit\n"
     turns = chat(f"path={finished.path}", typed=typed)["turns"]
     assert [(t["user"], t["system"], t["continues"]) for t in turns] == [
@@ -121,7 +121,7 @@ def test_typed_lines_are_turns_until_the_end_of_input(chat, finished, capsys):
 
 
 def test_the_base_model_alone_can_be_talked_to(chat):
-    """path=base takes the command's own model, and has one column."""
+    """With path=base the command's own model answers, in a single column."""
     said = chat("path=base", "model=tiny_llama", "trainer=cpu", "prompt=hello")
     assert said["subject"] == "base"
     assert set(said["turns"][0]["answers"]) == {"base"}
@@ -145,7 +145,7 @@ def test_what_a_chat_cannot_do_is_refused(
     overrides,
     said,
 ):
-    """Before a directory is made."""
+    """An impossible chat is refused before a run directory is created."""
     monkeypatch.chdir(tmp_path)
     assert cli.main(["task=chat", *overrides]) == 2
     assert said in " ".join(capsys.readouterr().err.split())
@@ -153,7 +153,7 @@ def test_what_a_chat_cannot_do_is_refused(
 
 
 def test_settings_of_a_chat_have_no_effect_elsewhere(capsys):
-    """A prompt for a training run is a mistake."""
+    """Settings of a chat are refused in training, where they have no effect."""
     assert cli.main(["model=tiny_llama", "prompt=hi", "chat.temperature=1"]) == 2
     said = capsys.readouterr().err
     assert "prompt: has no effect with task=train" in said
@@ -161,7 +161,7 @@ def test_settings_of_a_chat_have_no_effect_elsewhere(capsys):
 
 
 def test_columns_stand_side_by_side_and_a_cursor_marks_what_goes_on():
-    """Both texts share their lines."""
+    """Both texts share their lines, and a cursor marks the one that is still being written."""
     answers = {"base": ("left", True), "tuned": ("right", False)}
     asked = terminal.conversation(answers, {"base": "B", "tuned": "T"})
     shown = terminal.streamed(asked, 70).plain
@@ -171,7 +171,7 @@ def test_columns_stand_side_by_side_and_a_cursor_marks_what_goes_on():
 
 
 def test_a_model_cannot_steer_the_terminal():
-    """Escape sequences that it writes are shown as such; lines stay lines."""
+    """Escape sequences in an answer are printed as text, and line breaks are kept."""
     asked = terminal.conversation({"base": ("a\x1b[2Jb\n\tc\x07", True)}, {"base": "B"})
     lines = [line.plain for line in terminal.lines([asked], 200, is_plain=True)]
     assert lines == ["B", "a\\x1b[2Jb", "    c\\x07"]

@@ -1,4 +1,4 @@
-"""task=compare, on small run directories written by the project's own writers."""
+"""The command task=compare, on small run directories written by the project's own writers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def primary(record):
 
 
 def test_arms_and_factor_are_found_in_the_manifests(study, compare):
-    """A sweep's directory alone is enough; the first run's arm is the reference."""
+    """The directory of a sweep is enough; the arm of the first run is the reference."""
     record = compare(study())
     assert record.factors == ["quant.double_quant"]
     assert not record.declared
@@ -45,7 +45,7 @@ def test_arms_and_factor_are_found_in_the_manifests(study, compare):
 
 
 def test_difference_is_paired_by_seed_and_by_item(study, compare):
-    """By hand: seeds pass s % 3 items of four, the other arm one more each."""
+    """Expected values by hand: of four items a seed s passes s % 3, the other arm one more."""
     found = primary(compare(study(passes=lambda arm, seed: seed % 3 + arm)))
     assert found["differences"] == [0.25] * 6
     assert found["items"] == 4
@@ -55,20 +55,20 @@ def test_difference_is_paired_by_seed_and_by_item(study, compare):
 
 
 def test_a_worse_arm_is_called_worse(study, compare):
-    """The same the other way round."""
+    """An arm that passes fewer items is called worse."""
     found = primary(compare(study(passes=lambda arm, seed: seed % 3 + 1 - arm)))
     assert found["verdict"] == Verdict.WORSE
 
 
 def test_equal_arms_show_no_difference(study, compare):
-    """A difference of zero in every seed."""
+    """Arms that are equal in every seed have a difference of zero."""
     found = primary(compare(study(passes=lambda _arm, seed: seed % 3)))
     assert found["verdict"] == Verdict.NO_DIFFERENCE
     assert found["estimate"] == 0
 
 
 def test_five_seeds_get_no_verdict_by_signs(study, compare):
-    """Their smallest p-value is 0.0625; six are needed, and the record says so."""
+    """With five seeds the smallest p-value is 0.0625, so six are needed, as the record says."""
     path = study(seeds=range(1, 6), passes=lambda arm, seed: seed % 3 + arm)
     found = primary(compare(path, "compare.test=sign_flip"))
     assert found["verdict"] == Verdict.NOT_REACHABLE
@@ -77,7 +77,7 @@ def test_five_seeds_get_no_verdict_by_signs(study, compare):
 
 
 def test_one_seed_gets_no_verdict(study, compare):
-    """There is a difference and no interval."""
+    """One seed gives a difference but no interval."""
     found = primary(compare(study(seeds=[3], passes=lambda arm, _seed: 2 * arm)))
     assert (found["verdict"], found["estimate"]) == (Verdict.NOT_REACHABLE, 0.5)
     assert (found["low"], found["seeds_needed"]) == (None, 2)
@@ -85,7 +85,7 @@ def test_one_seed_gets_no_verdict(study, compare):
 
 
 def test_a_figure_of_one_seed_is_no_interval(study, compare, tmp_path):
-    """Neither in the sentence above the page nor in its tables."""
+    """Neither the page's opening sentence nor its tables show an interval for one seed."""
     compare(study(seeds=[3], passes=lambda arm, _seed: 2 * arm), f"out={tmp_path}/one")
     said = (tmp_path / "one" / "compare.md").read_text("utf-8")
     assert "not reachable, +0.5 in 1 seed, which tells no interval." in said
@@ -95,7 +95,7 @@ def test_a_figure_of_one_seed_is_no_interval(study, compare, tmp_path):
 
 @pytest.mark.parametrize(("gain", "said"), [(0, "the same"), (1, "+0.25")])
 def test_differences_without_spread_have_no_interval(study, compare, tmp_path, gain, said):
-    """An interval of width zero would look like certainty; the page says what was seen."""
+    """A zero-width interval would look like certainty; the page gives the differences instead."""
     path = study(passes=lambda arm, _seed: 1 + gain * arm)
     compare(path, f"out={tmp_path}/same")
     table = (tmp_path / "same" / "compare.md").read_text("utf-8")
@@ -106,7 +106,7 @@ def test_differences_without_spread_have_no_interval(study, compare, tmp_path, g
 
 
 def test_only_shared_seeds_are_paired(study, compare, tmp_path):
-    """An arm with further seeds is paired on those that both have."""
+    """An arm with more seeds is paired only on the seeds that both arms have."""
     one = study("one", seeds=[1, 2, 3], arms=[[]])
     other = study("other", seeds=[2, 3, 4], arms=[[WITHOUT]])
     record = compare(f"'{one},{other}'", "compare.factors=[quant.double_quant]")
@@ -119,7 +119,7 @@ def test_only_shared_seeds_are_paired(study, compare, tmp_path):
 
 
 def test_an_undeclared_difference_confounds(study, compare):
-    """Declared is double quantization; the rank moved too."""
+    """Double quantization is the declared factor; as the rank differs too, it is confounded."""
     path = study(arms=[[], [WITHOUT, "lora.r=8"]])
     record = compare(path, "compare.factors=[quant.double_quant]")
     assert record.declared
@@ -127,7 +127,7 @@ def test_an_undeclared_difference_confounds(study, compare):
 
 
 def test_the_reference_is_named_by_its_value(study, compare):
-    """Or by its whole name, which has to be quoted; the signs turn."""
+    """The reference can be named by value or by its full name, quoted; the signs are reversed."""
     path = study(seeds=[1, 2], passes=lambda arm, _seed: 2 * arm)
     by_value = compare(path, "compare.reference=false")
     assert (by_value.reference, primary(by_value)["estimate"]) == (WITHOUT, -0.5)
@@ -136,7 +136,7 @@ def test_the_reference_is_named_by_its_value(study, compare):
 
 
 def test_a_comparison_counts_the_other_looks_at_its_arms(study, compare, tmp_path):
-    """Three seeds, then five, then eight; comparing again, or by another KPI, is no other look."""
+    """Looks at three, five and eight seeds count; a repeated comparison or another KPI does not."""
     three, two, more = (
         study(name, seeds=seeds, passes=lambda arm, seed: (seed * seed + arm) % 4)
         for name, seeds in (("three", [1, 2, 3]), ("two", [4, 5]), ("more", [6, 7, 8]))
@@ -163,7 +163,7 @@ def test_a_comparison_counts_the_other_looks_at_its_arms(study, compare, tmp_pat
 
 
 def test_a_look_that_leaves_a_seed_out_states_the_rate_of_choosing(study, compare, tmp_path):
-    """All four subsets of three of four seeds: a scipy simulation of 200,000 studies has 16.1 %."""
+    """False-positive rate over the four subsets of three seeds: 16.1 % (scipy, 200,000 studies)."""
     runs = {
         seed: study(f"seed{seed}", seeds=[seed], passes=lambda arm, seed: (seed * seed + arm) % 4)
         for seed in (1, 2, 3, 4)
@@ -191,7 +191,7 @@ def test_a_look_that_leaves_a_seed_out_states_the_rate_of_choosing(study, compar
 
 
 def test_looks_at_one_arm_against_its_base_are_counted(study, compare):
-    """Of the base there are no runs of its own."""
+    """Looks at an arm against its base are counted, although the base has no runs of its own."""
     one, two = study("one", seeds=[1, 2], arms=[[]]), study("two", seeds=[3], arms=[[]])
     compare(one)
     record = compare(f"[{one},{two}]")
@@ -199,7 +199,7 @@ def test_looks_at_one_arm_against_its_base_are_counted(study, compare):
 
 
 def test_a_look_at_other_runs_is_none(study, compare):
-    """Fresh seeds, and the same seeds trained anew; a record that is damaged is said to be."""
+    """Fresh or retrained seeds are not a second look; a damaged record is reported."""
     compare(study("one", seeds=[1, 2]))
     assert compare(study("two", seeds=[3, 4, 5])).looks == {}
     anew = study("anew", seeds=[1, 2, 3], started="2026-11-21T06:00:00.000Z")
@@ -210,7 +210,7 @@ def test_a_look_at_other_runs_is_none(study, compare):
 
 
 def test_a_learning_rate_sweep_is_never_blocked(study, compare):
-    """Three rates, each an arm, none confounded."""
+    """Each of three rates is an arm, and none of the contrasts is confounded."""
     rates = [["optim.lr=1e-4"], ["optim.lr=2e-4"], ["optim.lr=3e-4"]]
     record = compare(study(arms=rates, seeds=[1, 2]))
     assert [arm["name"] for arm in record.arms] == [
@@ -222,7 +222,7 @@ def test_a_learning_rate_sweep_is_never_blocked(study, compare):
 
 
 def test_a_backend_and_all_that_it_implies_is_one_factor(study, compare):
-    """QLoRA against unquantized LoRA, by the one word on the command line."""
+    """QLoRA and unquantized LoRA differ by the one word that was typed, which is one factor."""
     record = compare(study(arms=[["backend=qlora"], ["backend=lora"]], seeds=[1, 2]))
     assert record.factors == ["backend"]
     assert [arm["backend"] for arm in record.arms] == ["qlora", "lora"]
@@ -230,7 +230,7 @@ def test_a_backend_and_all_that_it_implies_is_one_factor(study, compare):
 
 
 def test_a_metric_of_the_users_is_compared_in_the_direction_that_it_declares(study, compare, typed):
-    """By hand: the arm has 0.2 more in each seed. One without a direction is not a KPI."""
+    """By hand: 0.2 more in each seed. A metric that declares no direction is not a KPI."""
     about = {"unit": "nats", "reduction": "last", "note": ""}
     declared = {
         "probe/margin": {**about, "direction": "max"},
@@ -261,7 +261,7 @@ def test_a_metric_of_the_users_is_compared_in_the_direction_that_it_declares(stu
 
 @pytest.fixture
 def probed(study):
-    """Return runs whose metric follows from their telemetry, and their first manifest."""
+    """Return runs whose metric follows from their telemetry, and the first run's manifest."""
     about = {"unit": "nats", "reduction": "max", "note": "", "direction": "max"}
     runs = study(metrics=(lambda arm, seed: {"probe/margin": arm + seed}, {"probe/margin": about}))
     for file in runs.glob("*/manifest.json"):
@@ -281,14 +281,14 @@ def write_telemetry(run, value, about):
 
 
 def test_a_metric_of_the_users_that_its_telemetry_shows_is_accepted(probed, compare):
-    """The highest of two values, as declared: its reduction is done again from the steps."""
+    """The declared reduction, a maximum, is recomputed from the two steps and agrees."""
     runs, _ = probed
     found = primary(compare(runs, "compare.primary=probe/margin"))
     assert found["estimate"] == pytest.approx(1.0)
 
 
 def test_a_metric_of_the_users_without_telemetry_is_said_to_be_unverifiable(probed, compare):
-    """Whoever deletes the file deletes the proof."""
+    """Without the telemetry the metric is labelled unverifiable."""
     runs, manifest = probed
     RunDir(manifest.parent).telemetry.unlink()
     record = compare(runs, "compare.primary=probe/margin")
@@ -299,7 +299,7 @@ def test_a_metric_of_the_users_without_telemetry_is_said_to_be_unverifiable(prob
 
 @pytest.mark.parametrize("file", ["manifest.json", "scorecard.json"])
 def test_a_metric_of_the_users_that_its_telemetry_contradicts_is_refused(probed, typed, file):
-    """Somebody typed a better one into a record; the hash of the scorecard was typed too."""
+    """A better value typed into the records, scorecard hash included, contradicts the telemetry."""
     runs, manifest = probed
     told = json.loads(manifest.read_text("utf-8"))
     card = RunDir(manifest.parent).scorecard
@@ -319,7 +319,7 @@ def test_a_metric_of_the_users_that_its_telemetry_contradicts_is_refused(probed,
 
 
 def test_another_suite_confounds(study, compare):
-    """Items of two suites are not the same questions."""
+    """Items of two suites are different questions, so the contrast is confounded."""
     one = study("one", arms=[[]])
     other = study("other", arms=[[WITHOUT]], suite="cd" * 32)
     record = compare(f"'{one},{other}'", "compare.factors=[quant.double_quant]")
@@ -327,7 +327,7 @@ def test_another_suite_confounds(study, compare):
 
 
 def test_answers_that_were_made_otherwise_confound(study, compare):
-    """The same items, asked of one arm greedily and once, of the other in another way."""
+    """Answers sampled otherwise, or more than one per item, confound the contrast of the arms."""
     told = {"engine": "vllm", "temperature": 0.8, "samples": 4, "max_retries": 2}
     record = compare(study(answering=lambda arm: told if arm else {}))
     assert record.contrasts[0]["confounded_by"] == [
@@ -340,7 +340,7 @@ def test_answers_that_were_made_otherwise_confound(study, compare):
 
 @pytest.mark.parametrize("earlier", [{}, {"grading": 2}])
 def test_answers_that_were_graded_by_two_versions_confound(study, compare, earlier):
-    """The same items and answers; scorecards before version 3 did not record it."""
+    """Graders of two versions confound it; scorecards before version 3 do not record theirs."""
     record = compare(study(answering=lambda arm: {"grading": 6} if arm else earlier, seeds=[1, 2]))
     assert record.contrasts[0]["confounded_by"] == [
         "answers were graded by different versions: 2 and 6"
@@ -377,7 +377,7 @@ def test_runs_that_trained_on_the_suite_are_labelled(study, compare, is_evaluate
 
 
 def test_answers_that_were_made_otherwise_within_an_arm_confound_it(study, compare):
-    """A sweep over eval.temperature alone is one arm, and base and tuned are no clean contrast."""
+    """Sweeping eval.temperature alone gives one arm, and confounds its base and tuned answers."""
     values = iter([0.0, 0.8])
     path = study(arms=[[]], seeds=[1, 2], answering=lambda _: {"temperature": next(values)})
     (found,) = compare(path).contrasts[0]["confounded_by"]
@@ -385,7 +385,7 @@ def test_answers_that_were_made_otherwise_within_an_arm_confound_it(study, compa
 
 
 def test_losses_over_different_tokens_get_no_verdict(study, compare):
-    """Where every token is learned a loss is of other tokens than where the answers' alone are."""
+    """A loss over all tokens and one over the answers' tokens alone are not comparable."""
     record = compare(study(arms=[["objective=assistant"], ["objective=causal"]], seeds=[1, 2]))
     found = record.contrasts[0]["kpis"]["val_loss"]
     assert (found["verdict"], found["estimate"]) == (Verdict.UNKNOWN, None)
@@ -395,7 +395,7 @@ def test_losses_over_different_tokens_get_no_verdict(study, compare):
 
 
 def test_losses_of_preferences_with_other_settings_get_no_verdict(study, compare):
-    """The loss of the same pairs is another function of the model."""
+    """Other settings of the preference loss are another function, even on the same pairs."""
     arms = [["objective=dpo", f"objective.beta={beta}"] for beta in (0.1, 0.2)]
     record = compare(study(arms=arms, seeds=[1, 2]))
     found = record.contrasts[0]["kpis"]["val_loss"]
@@ -404,7 +404,7 @@ def test_losses_of_preferences_with_other_settings_get_no_verdict(study, compare
 
 
 def test_losses_of_preferences_are_those_of_pairs(study, compare):
-    """A hinge has no nats; a likelihood keeps them."""
+    """A hinge loss is not in nats; a likelihood is."""
     for objective, unit in (("dpo", "per pair"), ("kto", "per answer"), ("causal", "nats/token")):
         arms = [[f"objective={objective}", f"lora.r={rank}"] for rank in (8, 16)]
         record = compare(study(arms=arms, seeds=[1, 2]))
@@ -412,7 +412,7 @@ def test_losses_of_preferences_are_those_of_pairs(study, compare):
 
 
 def test_what_changes_no_answer_confounds_nothing(study, compare):
-    """Without drawing, top_p and seed mean nothing; products in f32 do not depend on the batch."""
+    """Greedy answers ignore top_p and seed, and in f32 the batch size changes no answer."""
     told = {"temperature": 0.0, "top_p": 0.9, "seed": 7, "batch_size": 16}
     f32 = "quant.compute_dtype=f32"
     path = study(
@@ -428,7 +428,7 @@ def test_what_changes_no_answer_confounds_nothing(study, compare):
 def test_answers_in_batches_or_caches_of_two_sizes_confound_unless_in_f32(
     study, compare, name, engine
 ):
-    """Each tenth answer is another one in bf16, which is the default; a server says no format."""
+    """In bf16, the default, every tenth answer differs; a server does not state its format."""
     dtype = "quant.compute_dtype=f32" if engine == "openai" else "quant.compute_dtype=bf16"
     sizes = [{"engine": engine, name: 8}, {"engine": engine, name: 16}]
     path = study(arms=[[dtype], [dtype, WITHOUT]], seeds=[1, 2], answering=lambda arm: sizes[arm])
@@ -437,7 +437,7 @@ def test_answers_in_batches_or_caches_of_two_sizes_confound_unless_in_f32(
 
 
 def test_answers_of_two_releases_confound_unless_in_f32(study, compare):
-    """An earlier one waited for the longest answer of a batch, and said nothing of it."""
+    """Earlier releases batched answers otherwise without recording it; only f32 is unaffected."""
     for dtype, confounds in (("bf16", True), ("f32", False)):
         arms = [[f"quant.compute_dtype={dtype}"], [f"quant.compute_dtype={dtype}", WITHOUT]]
         made = [{"batch_size": 8}, {"batch_size": 8, "batching": 2}]
@@ -450,7 +450,7 @@ def test_answers_of_two_releases_confound_unless_in_f32(study, compare):
 
 
 def test_one_arm_in_bf16_confounds_batches_of_two_sizes(study, compare):
-    """The format is the declared factor; that the other arm is in f32 does not help."""
+    """The compute format is the declared factor; that the other arm uses f32 does not help."""
     sizes = [{"batch_size": 8}, {"batch_size": 16}]
     arms = [["quant.compute_dtype=f32"], ["quant.compute_dtype=bf16"]]
     (contrast,) = compare(study(arms=arms, answering=lambda arm: sizes[arm])).contrasts
@@ -458,7 +458,7 @@ def test_one_arm_in_bf16_confounds_batches_of_two_sizes(study, compare):
 
 
 def test_losses_over_more_or_less_text_confound(study, compare):
-    """Both losses of a run are of the first data.val_max_tokens tokens; the contract is one."""
+    """A loss covers the first data.val_max_tokens tokens, which the contract does not state."""
     more = "data.val_max_tokens=1024"
     record = compare(study(arms=[[], [WITHOUT, more]], seeds=[1, 2]))
     assert record.factors == ["quant.double_quant"]
@@ -467,13 +467,13 @@ def test_losses_over_more_or_less_text_confound(study, compare):
     ]
     one = study("one", arms=[[]], seeds=[1])
     other = study("other", arms=[[more]], seeds=[2])
-    tuned = compare(f"'{one},{other}'").contrasts[0]  # against the base of one arm
+    tuned = compare(f"'{one},{other}'").contrasts[0]  # one arm against its base
     assert "data.val_max_tokens is 1024 and 8192" in tuned["confounded_by"][0]
 
 
 @pytest.mark.parametrize("declared", [[], ["compare.factors=[lora.r,quant.double_quant]"]])
 def test_factors_that_never_vary_apart_confound(study, compare, declared):
-    """Rank and double quantization move together, and the difference may be of either."""
+    """Rank and double quantization change together, so the difference may be due to either."""
     (contrast,) = compare(study(arms=[[], ["lora.r=8", WITHOUT]]), *declared).contrasts
     assert contrast["differs_in"] == ["lora.r", "quant.double_quant"]
     (found,) = contrast["confounded_by"]
@@ -481,13 +481,13 @@ def test_factors_that_never_vary_apart_confound(study, compare, declared):
 
 
 def test_factors_of_a_crossed_study_confound_nothing(study, compare):
-    """Two by two; by hand, each factor varies where the other stands still."""
+    """In a two-by-two study each factor varies while the other is fixed (checked by hand)."""
     record = compare(study(arms=[[], ["lora.r=8"], [WITHOUT], ["lora.r=8", WITHOUT]], seeds=[1, 2]))
     assert [one["confounded_by"] for one in record.contrasts] == [[], [], []]
 
 
 def test_a_seed_without_the_primary_kpi_is_labelled(study, compare):
-    """The difference rests on the other two seeds, and says so."""
+    """The difference rests on the other two seeds, and its label says so."""
     path = study(seeds=[1, 2, 3], loss=lambda arm, seed: None if (arm, seed) == (1, 3) else 2.0)
     record = compare(path, "compare.primary=val_loss")
     assert primary(record)["seeds"] == [1, 2]
@@ -495,20 +495,20 @@ def test_a_seed_without_the_primary_kpi_is_labelled(study, compare):
 
 
 def test_runs_that_are_no_jobs_are_in_the_order_of_their_start(study, compare):
-    """Names end with a digest, or are the user's own; neither tells which run was first."""
+    """Order is by start time: run names end in a digest or are chosen by the user."""
     path = study(seeds=[1, 2])
     for run, name in zip(sorted(path.iterdir()), ["d", "a", "c", "b"], strict=True):
         number = int(run.name[0])
         _edit(run, started_utc=f"2026-11-20T06:00:0{3 - number}.000Z")
         run.rename(path / f"20261120T0600000_{name}")
-    assert compare(path).reference == WITHOUT  # the last that was written started first
+    assert compare(path).reference == WITHOUT  # written last, started first
     for run in path.iterdir():
         run.rename(path / run.name[-1])
     assert compare(path).reference == WITHOUT
 
 
 def test_seeds_that_are_not_each_there_once_are_labelled(study, compare):
-    """One failed, one was run twice, one was resumed; what a number rests on is said with it."""
+    """A failed, a repeated and a resumed seed are labelled beside the figure that rests on them."""
     path = study(seeds=[1, 2, 3])
     again = study("again", seeds=[2], arms=[[]])
     failed, _, _, resumed = (run for run in sorted(path.iterdir()) if run.name[0] in "0135")
@@ -523,7 +523,7 @@ def test_seeds_that_are_not_each_there_once_are_labelled(study, compare):
         f"seed 2 of {reference} was run 2 times",
     ]
     assert record.left_out == {str(failed): "seed 1 ended failed"}
-    base = compare(f"'{again},{path / '2_runs'}'").contrasts[0]  # one arm against its own base
+    base = compare(f"'{again},{path / '2_runs'}'").contrasts[0]  # one arm against its base
     (found,) = base["environment"]
     assert re.fullmatch(r"seed 2 of \w+ was run 2 times", found)
 
@@ -534,7 +534,7 @@ LABEL = f"{WORDS}, so its schedule differs from that of a run started with as ma
 
 
 def _extend(run):
-    """Write into a contract by hand that its run was extended."""
+    """Record in a contract by hand that its run was extended."""
     contract = Manifest.read(RunDir(run).manifest).contract
     contract["exec"]["extensions"] = EXTENSION
     contract["digest"] = recorded_digest(contract)
@@ -542,7 +542,7 @@ def _extend(run):
 
 
 def _extend_of_old(run):
-    """Write the record of a release whose contracts say nothing of it; its notes do."""
+    """Record an extension as an older release does: in the notes, not in the contract."""
     contract = Manifest.read(RunDir(run).manifest).contract
     del contract["exec"]["extensions"]
     note = "trainer.max_steps went from 3 to 60: the cosine schedule is laid over 60 steps from "
@@ -552,7 +552,7 @@ def _extend_of_old(run):
 
 @pytest.mark.parametrize("extend", [_extend, _extend_of_old])
 def test_an_extended_arm_confounds_and_is_labelled(study, compare, extend):
-    """Its schedule is another than the reference's; both extended alike are a clean contrast."""
+    """An extended run has another schedule; the contrast is clean only if both arms have it."""
     path = study(seeds=[1, 2])
     runs = sorted(path.iterdir())
     for run in runs[1::2]:
@@ -572,7 +572,7 @@ def test_an_extended_arm_confounds_and_is_labelled(study, compare, extend):
 
 @pytest.mark.parametrize("extend", [_extend, _extend_of_old])
 def test_an_extended_seed_is_none_of_its_arm(study, compare, extend):
-    """The seeds of two different schedules are not averaged."""
+    """Seeds with different schedules are not averaged into one arm."""
     path = study(seeds=[1, 2])
     extend(max(path.iterdir()))
     record = compare(path)
@@ -593,7 +593,7 @@ def _attempt(step):
 
 
 def test_another_content_of_rows_confounds(study, compare):
-    """The contract is the same; what was read is not."""
+    """Rows with another digest confound the contrast, although the contract is the same."""
     one = study("one", arms=[[]])
     other = study("other", arms=[[WITHOUT]], rows="f" * 64)
     record = compare(f"'{one},{other}'", "compare.factors=[quant.double_quant]")
@@ -601,7 +601,7 @@ def test_another_content_of_rows_confounds(study, compare):
 
 
 def test_another_machine_is_labelled(study, compare):
-    """It confounds nothing."""
+    """Another machine is labelled but does not confound."""
     one = study("one", arms=[[]])
     other = study("other", arms=[[WITHOUT]], torch="9.9")
     (contrast,) = compare(f"'{one},{other}'", "compare.factors=[quant.double_quant]").contrasts
@@ -610,7 +610,7 @@ def test_another_machine_is_labelled(study, compare):
 
 
 def test_reruns_tell_their_own_noise(study, compare):
-    """The same configuration and seed twice: val_loss 1 and 3 differ by sd sqrt(2), by hand."""
+    """Two runs of one configuration and seed, val_loss 1 and 3: sd sqrt(2), computed by hand."""
     first = study("first", seeds=[1, 2], loss=lambda _arm, _seed: 1.0)
     again = study("again", seeds=[1, 2], loss=lambda _arm, _seed: 3.0)
     record = compare(f"'{first},{again}'", "compare.factors=[quant.double_quant]")
@@ -621,21 +621,21 @@ def test_reruns_tell_their_own_noise(study, compare):
 
 
 def test_without_reruns_their_noise_is_unknown(study, compare):
-    """Null, with the reason."""
+    """Without reruns the noise is null, with the reason."""
     record = compare(study())
     assert record.noise["val_loss"]["rerun"] is None
     assert record.unknown["noise.rerun"] == "no configuration was run twice with one seed"
 
 
 def test_one_arm_is_held_against_its_own_base(study, compare):
-    """Base and tuned, paired within each run."""
+    """An arm is compared with its own base, paired within each run."""
     record = compare(study(arms=[[]], passes=lambda _arm, seed: seed % 3 + 1))
     assert (record.reference, record.contrasts[0]["arm"]) == ("base", "tuned")
-    assert primary(record)["estimate"] == pytest.approx(0.5)  # the base passes none
+    assert primary(record)["estimate"] == pytest.approx(0.5)  # the base passes no item
 
 
 def test_an_evaluation_stands_for_its_run_s_scorecard(study, compare, tmp_path):
-    """Scored again with other outcomes: they count, and the run is not counted twice."""
+    """The evaluation's outcomes replace those of the run's scorecard; the run is counted once."""
     path = study(passes=lambda _arm, _seed: 0)
     scored = study("scored", passes=lambda arm, seed: seed % 3 + arm, of=path)
     record = compare(f"'{path},{scored}'")
@@ -646,7 +646,7 @@ def test_an_evaluation_stands_for_its_run_s_scorecard(study, compare, tmp_path):
 
 
 def test_an_evaluation_whose_configuration_was_edited_is_refused(study):
-    """It says by which suite the answers are read again."""
+    """The configuration names the suite by which the answers are graded again."""
     path = study(seeds=[1, 2])
     scored = study("scored", seeds=[1, 2], of=path)
     config = RunDir(min(scored.iterdir())).config
@@ -657,7 +657,7 @@ def test_an_evaluation_whose_configuration_was_edited_is_refused(study):
 
 
 def test_an_evaluation_of_a_run_that_lay_there_before_is_left_out(study, compare):
-    """Trained anew in the same place: what was scored is another adapter than lies there now."""
+    """After retraining in place, the adapter that was scored is no longer there."""
     path = study(passes=lambda _arm, _seed: 4)
     scored = study("scored", passes=lambda _arm, _seed: 0, of=path)
     for number, run in enumerate(sorted(scored.iterdir())):
@@ -672,7 +672,7 @@ def test_an_evaluation_of_a_run_that_lay_there_before_is_left_out(study, compare
 
 
 def test_runs_that_did_not_end_well_are_left_out_by_name(study, compare):
-    """A failed run is no observation, and does not vanish either."""
+    """A failed run is left out, and the record names it."""
     path = study(seeds=[1, 2, 3])
     run = next(iter(sorted(path.iterdir())))
     manifest = Manifest.read(RunDir(run).manifest)
@@ -684,7 +684,7 @@ def test_runs_that_did_not_end_well_are_left_out_by_name(study, compare):
 
 
 def test_evaluations_of_no_training_run_are_left_out_by_name(study):
-    """The base alone, and a suite that brings models of its own, beside runs that count."""
+    """Evaluations of a base alone, or of a suite's own models, are left out and named."""
     path = study(seeds=[1, 2])
     scored = study("scored", seeds=[1], of=path)
     for run, subject in zip(sorted(scored.iterdir()), ("base", None), strict=True):
@@ -697,7 +697,7 @@ def test_evaluations_of_no_training_run_are_left_out_by_name(study):
 
 
 def test_a_scorecard_file_names_its_run(study, compare):
-    """The file stands for the run that it lies in."""
+    """A path to a scorecard file stands for the run that contains it."""
     path = study(seeds=[1])
     files = [str(RunDir(run).scorecard) for run in sorted(path.iterdir())]
     assert len(compare(f"'{','.join(files)}'").runs) == 2
@@ -720,14 +720,14 @@ def test_a_scorecard_file_names_its_run(study, compare):
     ],
 )
 def test_what_cannot_be_compared_so_is_refused(study, typed, settings, reason):
-    """With exit code 2, and in words."""
+    """The command ends with exit code 2 and says why."""
     usual = [] if any("logger" in text for text in settings) else ["logger=none"]
     said = typed("task=compare", f"path={study()}", *usual, *settings, code=2)
     assert reason in " ".join(said.split())
 
 
 def test_a_path_without_runs_is_refused(typed, tmp_path):
-    """An empty directory, a name of nothing, and a scorecard by itself."""
+    """Refused: an empty directory, a name of no run, and a scorecard outside a run."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "scorecard.json").write_text("{}", encoding="utf-8")
     for path, reason in (
@@ -740,23 +740,23 @@ def test_a_path_without_runs_is_refused(typed, tmp_path):
         assert reason in said
 
 
-TOKENS = {"a": 10, "b": 30, "c": 60, "d": 20}  # of four documents that are validated on
+TOKENS = {"a": 10, "b": 30, "c": 60, "d": 20}  # of four validation documents
 
 
 def document_losses(arm, seed):
-    """Return nats a token: the second arm is better on three documents, and worse on the last."""
+    """Return nats per token; the second arm is better on three documents and worse on the last."""
     better = {"a": 0.3, "b": 0.35, "c": 0.25, "d": -0.5}
     return {name: 2 + seed / 50 - arm * (gain + seed / 100) for name, gain in better.items()}
 
 
 def mean_loss(arm, seed):
-    """Return the loss of the run: over all tokens."""
+    """Return the loss of the run: the mean over all tokens."""
     losses = document_losses(arm, seed)
     return sum(losses[name] * TOKENS[name] for name in TOKENS) / sum(TOKENS.values())
 
 
 def with_documents(runs):
-    """Write what each run's validation measured of every document, and the run's hash of it."""
+    """Write the losses of each run's validation documents, and their hash into its manifest."""
     for file in sorted(runs.glob("*/manifest.json")):
         told = json.loads(file.read_text("utf-8"))
         arm = int("quant.double_quant=false" in told["overrides"])
@@ -777,7 +777,7 @@ LIKE = "compare.target=items_like_these"
 
 
 def test_documents_that_disagree_decide_about_these_items_only(study, compare, typed):
-    """Every seed says better by far, and a quarter of the documents says worse by more."""
+    """Every seed is far better, but a quarter of the documents is worse by more."""
     runs = with_documents(study(loss=mean_loss))
     assert primary(compare(runs, LOSS))["verdict"] == "better"
     record = compare(runs, LOSS, LIKE)
@@ -791,9 +791,9 @@ def test_documents_that_disagree_decide_about_these_items_only(study, compare, t
 
 
 def test_interval_over_documents_is_that_of_their_token_weighted_losses(study, compare):
-    """Seeds agree but for a hair, so that it is Student's t over four linearised documents.
+    """The interval is Student's t over four linearised documents, as the seeds hardly differ.
 
-    Worked out by numpy from the definition of a ratio's error, and no seed adds to it.
+    Computed with numpy from the standard error of a ratio; no seed adds to it.
     """
     found = primary(compare(with_documents(study(loss=mean_loss)), LOSS, LIKE))
     tokens = np.array([*TOKENS.values()], float)
@@ -812,14 +812,14 @@ def test_interval_over_documents_is_that_of_their_token_weighted_losses(study, c
 
 
 def test_a_run_without_losses_of_documents_tells_nothing_of_others(study, compare):
-    """An older run: its loss has an interval over these items alone."""
+    """Older runs recorded no document losses, so their interval is for these documents alone."""
     found = primary(compare(study(loss=mean_loss), LOSS, LIKE))
     assert (found["verdict"], found["low"]) == ("unknown", None)
     assert "no items" in found["why"]
 
 
 def test_losses_of_documents_that_were_edited_are_refused(study, typed):
-    """As any other file that a comparison reads."""
+    """The file is checked against its hash, as every file that a comparison reads."""
     runs = with_documents(study(loss=mean_loss))
     file = next(runs.glob("*/validation.jsonl"))
     file.write_text(file.read_text("utf-8").replace('"tokens": 10', '"tokens": 11'), "utf-8")
@@ -828,7 +828,7 @@ def test_losses_of_documents_that_were_edited_are_refused(study, typed):
 
 
 def test_a_loss_that_its_documents_contradict_is_refused(study, typed):
-    """Somebody typed a better one into the manifest."""
+    """A better loss typed into the manifest is refused: the documents give another."""
     runs = with_documents(study(loss=mean_loss))
     file = next(runs.glob("*/manifest.json"))
     told = json.loads(file.read_text("utf-8"))
@@ -840,7 +840,7 @@ def test_a_loss_that_its_documents_contradict_is_refused(study, typed):
 
 @pytest.mark.parametrize("rule", ["compare.test=sign_flip", "compare.sequential=always_valid"])
 def test_a_rule_about_these_items_tells_nothing_of_others(study, typed, rule):
-    """Refused before anything is read."""
+    """Such a rule supports no claim about other items; refused before anything is read."""
     runs = study(loss=mean_loss)
     said = typed("task=compare", f"path={runs}", "logger=none", rule, LIKE, code=2)
     assert "compare.target=these_items" in said
@@ -848,7 +848,7 @@ def test_a_rule_about_these_items_tells_nothing_of_others(study, typed, rule):
 
 @pytest.mark.draws
 def test_page_and_table_are_written_where_asked(study, compare, tmp_path):
-    """Beside the record: self-contained HTML with its drawings, and Markdown."""
+    """The record comes with a self-contained HTML page, drawings included, and a Markdown table."""
     out = tmp_path / "verdict"
     record = compare(study(passes=lambda arm, seed: seed % 3 + arm), f"out={out}")
     assert Comparison.read(out / "compare.json") == record
@@ -861,7 +861,7 @@ def test_page_and_table_are_written_where_asked(study, compare, tmp_path):
 
 
 def test_w_and_b_shows_the_same(study, compare, tmp_path):
-    """An offline run with the verdicts as a table and a summary."""
+    """An offline W&B run has the verdicts as a table and in its summary."""
     compare(study(seeds=[1, 2]), "logger=wandb")
     (run,) = (tmp_path / "here").glob("*/wandb/offline-run-*")
     table = next((run / "files" / "media" / "table").glob("verdicts_*.json"))
@@ -883,7 +883,7 @@ def test_w_and_b_shows_the_same(study, compare, tmp_path):
 
 
 def test_a_ledger_tells_registered_from_exploratory(study, compare, typed, tmp_path):
-    """The study of a cycle carries its name; another one says what was registered otherwise."""
+    """The registered study names its cycle; any other says what was registered instead."""
     cycle = {
         "cycle": "first",
         "suite_digest": "ab" * 32,

@@ -33,7 +33,7 @@ def noted():
 
 
 def test_loss_over_the_text_is_noted(noted):
-    """Eight and four bits over sixteen bytes."""
+    """Eight and four bits over sixteen bytes are noted as bits per byte."""
     manifest = noted(AssistantObjective(_target_="ours"), (16, None))
     assert [manifest.results[name] for name in NAMES] == pytest.approx([0.5, 0.25])
     assert (manifest.results["val_text_bytes"], manifest.unknown) == (16, {})
@@ -56,7 +56,7 @@ def test_what_cannot_be_told_is_null_with_the_reason(
     found,
     reason,
 ):
-    """Never a guess: bytes that the tokenizer does not tell, a loss of another kind."""
+    """Null and a reason, where the tokenizer tells no bytes or the loss is of another kind."""
     manifest = noted(objective, found)
     names = (*NAMES, "val_text_bytes")
     assert [manifest.results[name] for name in names] == [None] * 3

@@ -1,4 +1,4 @@
-"""Training controls as a whole run shows them: in its adapter, telemetry and manifest."""
+"""Training controls, checked on whole runs: in the adapter, the telemetry and the manifest."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.telemetry import read_events
 
 VALIDATING = "trainer.val_check_interval=4"  # after each optimizer step
-# A rate so high that the third validation is the best of six, by 2 % (found by trying). In f32:
-# bf16 takes another course where the processor has no instructions for it.
+# A learning rate so high that the third of six validations is the best, by 2 % (found by
+# trial). In f32: bf16 gives another course on processors without instructions for it.
 FAST = ("optim.lr=0.02", "quant.compute_dtype=f32")
 OVERSHOOTS = ("trainer.max_steps=6", *FAST, VALIDATING)
 BEST = 3
@@ -36,7 +36,7 @@ def results(run):
 
 @pytest.fixture(scope="module")
 def overshot(train_in, tmp_path_factory):
-    """A run that keeps its best adapter and ends with a worse one; only to be read."""
+    """A run that selects its best adapter and ends with a worse one; do not change it."""
     directory = tmp_path_factory.mktemp("overshot") / "run"
     return train_in(directory, *OVERSHOOTS, "adapter.select=best", "checkpoint.every_n_steps=1")
 
@@ -47,7 +47,7 @@ def tuned_losses(run):
 
 
 def test_the_best_adapter_is_the_result(overshot):
-    """Its step and its loss are those of the lowest validation, which is not the last."""
+    """The selected adapter is that of the lowest validation loss, which is not the last one."""
     losses = tuned_losses(overshot)
     assert len(losses) == 6
     assert min(range(6), key=losses.__getitem__) == BEST - 1
@@ -57,7 +57,7 @@ def test_the_best_adapter_is_the_result(overshot):
 
 
 def test_the_written_adapter_is_the_one_of_that_step(overshot, train_in, tmp_path):
-    """Under a constant rate, a run that ends at that step has the same bytes."""
+    """Under a constant rate, a run that ends at the best step writes the same bytes."""
     shorter = train_in(tmp_path / "run", f"trainer.max_steps={BEST}", *FAST)
     assert adapter(shorter) == adapter(overshot)
     name = "adapter/peft/adapter_model.safetensors"
@@ -66,7 +66,7 @@ def test_the_written_adapter_is_the_one_of_that_step(overshot, train_in, tmp_pat
 
 @pytest.mark.parametrize("at", [BEST + 1, BEST + 2])
 def test_a_killed_run_still_knows_its_best_adapter(overshot, broken, tmp_path, at):
-    """Stopped at or after the best step, resumed: the same adapter, byte for byte."""
+    """Stopped at or after the best step and resumed, a run selects the same bytes."""
     best = ("adapter.select=best", "checkpoint.every_n_steps=1")
     run = broken(tmp_path / "run", 4 * (at - 1) + 1, *OVERSHOOTS, *best)
     assert cli.main([f"resume={run.path}"]) == 0
@@ -78,7 +78,7 @@ def test_a_killed_run_still_knows_its_best_adapter(overshot, broken, tmp_path, a
 
 
 def test_the_last_adapter_is_the_result_unless_told_otherwise(overshot, train_in, tmp_path):
-    """The same run without the selection ends with its sixth step's adapter."""
+    """Without the selection, the same run ends with the adapter of its sixth step."""
     run = train_in(tmp_path / "run", *OVERSHOOTS)
     assert tuned_losses(run) == tuned_losses(overshot)
     assert results(run)["adapter_step"] == 6
@@ -87,7 +87,7 @@ def test_the_last_adapter_is_the_result_unless_told_otherwise(overshot, train_in
 
 
 def test_the_final_validation_is_done_once(train_in, tmp_path):
-    """Whether or not the interval meets the last step, and also where there is no interval."""
+    """The last step is validated once, whether or not the interval falls on it or there is one."""
     for number, (interval, steps) in enumerate([(8, [2, 4]), (12, [3, 4]), ("null", [4])]):
         run = train_in(tmp_path / str(number), f"trainer.val_check_interval={interval}")
         events = [e["payload"] for e in read_events(run.telemetry) if e["event"] == "validation"]
@@ -95,7 +95,7 @@ def test_the_final_validation_is_done_once(train_in, tmp_path):
 
 
 def test_early_stopping_ends_a_run_and_its_record_says_so(overshot, train_in, tmp_path, capsys):
-    """One validation after the best; such a run cannot be made longer."""
+    """The run stops one validation after the best, and cannot be extended afterwards."""
     run = train_in(
         tmp_path / "run",
         *OVERSHOOTS,
@@ -116,7 +116,7 @@ def test_early_stopping_ends_a_run_and_its_record_says_so(overshot, train_in, tm
 
 
 def test_telemetry_has_the_rate_of_the_closed_form(train_in, tmp_path):
-    """Half of eight steps rise, then half a cosine: written out here, to 1e-12."""
+    """By the closed form to 1e-12: warm-up over half of eight steps, then half a cosine."""
     run = train_in(
         tmp_path / "run",
         "trainer.max_steps=8",
@@ -132,7 +132,7 @@ def test_telemetry_has_the_rate_of_the_closed_form(train_in, tmp_path):
 
 
 def test_a_warm_up_longer_than_the_epochs_is_refused(train_in, tmp_path, capsys):
-    """How many steps an epoch has is known once rows are packed, before weights are loaded."""
+    """The steps of an epoch are known once rows are packed, before weights are loaded."""
     train_in(
         tmp_path / "run",
         *("trainer.max_steps=-1", "trainer.max_epochs=1", "schedule.warmup_steps=50"),
@@ -142,7 +142,7 @@ def test_a_warm_up_longer_than_the_epochs_is_refused(train_in, tmp_path, capsys)
 
 
 def test_clipping_reaches_the_optimizer_and_can_be_switched_off(train_in, finished, tmp_path):
-    """The recorded norm is the one before; a limit far below it moves the adapter elsewhere."""
+    """The recorded norm is that before clipping; a limit far below it gives another adapter."""
     norms = series(finished, "step", "train/grad_norm")
     tight = train_in(tmp_path / "tight", f"trainer.gradient_clip_val={min(norms) / 1e6}")
     off = [
@@ -156,9 +156,9 @@ def test_clipping_reaches_the_optimizer_and_can_be_switched_off(train_in, finish
 
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_epochs_train_on_every_row_so_many_times(train_in, finished, tmp_path, epochs):
-    """The tokens of the run are the rows' own, times the epochs; no step is filled up."""
+    """The run's tokens are those of the rows times the epochs; no step is filled up."""
     run = train_in(tmp_path / "run", "trainer.max_steps=-1", f"trainer.max_epochs={epochs}")
-    assert finished.manifest.is_file()  # the rows are encoded, so that the plan's count is exact
+    assert finished.manifest.is_file()  # the rows are encoded, so the plan's count is exact
     plan = json.loads(run.plan.read_text(encoding="utf-8"))
     assert plan["data"]["exact"]
     assert results(run)["tokens"] == epochs * plan["data"]["train_tokens"]
@@ -166,7 +166,7 @@ def test_epochs_train_on_every_row_so_many_times(train_in, finished, tmp_path, e
 
 
 def test_checkpointed_activations_change_no_byte_of_the_adapter(train_in, finished, tmp_path):
-    """A whole run, dropout and bf16 included; the manifest says which of the two it was."""
+    """In a whole run with dropout and bf16; the manifest says whether checkpointing was on."""
     run = train_in(tmp_path / "run", "model.gradient_checkpointing=on")
     assert adapter(run) == adapter(finished)
     facts = [Manifest.read(one.manifest).facts["gradient_checkpointing"] for one in (run, finished)]
@@ -176,7 +176,7 @@ def test_checkpointed_activations_change_no_byte_of_the_adapter(train_in, finish
 # optimizers
 
 
-# Matrices of 4,096 elements have 8-bit moments.
+# Matrices of 4,096 elements are large enough for 8-bit moments.
 CHOICES = {
     "lion": ("optim=lion",),
     "adamw_8bit": ("optim=adamw_8bit", "lora.r=64"),
@@ -201,7 +201,7 @@ CHOICES = {
 def test_a_run_with_another_optimizer_resumes_to_the_same_bytes(
     broken, train_in, tmp_path, settings
 ):
-    """Its state is in the checkpoint, whatever its format."""
+    """The checkpoint has the optimizer's state, whatever its format."""
     through = train_in(tmp_path / "through", *settings)
     run = broken(tmp_path / "run", 13, *settings)
     assert cli.main([f"resume={run.path}"]) == 0
@@ -214,7 +214,7 @@ def test_a_run_with_another_optimizer_resumes_to_the_same_bytes(
 def test_full_fine_tuning_with_projections_resumes_to_the_same_bytes(
     broken, train_in, tmp_path, request, option
 ):
-    """Projections in use are in the checkpoint; later ones follow from gradient or seed."""
+    """The checkpoint has the projections in use; later ones follow from gradient or seed."""
     if option == "apollo":
         request.getfixturevalue("apollo")
     settings = ("backend=full", "quant=none", f"optim={option}", "optim.rank=8", "optim.lr=1e-3")
@@ -229,7 +229,7 @@ def test_full_fine_tuning_with_projections_resumes_to_the_same_bytes(
 
 
 def test_a_paged_optimizer_is_refused_without_a_gpu(train_in, tmp_path, capsys):
-    """By the command line, before there is a run."""
+    """Preflight refuses it before a run directory is created."""
     train_in(tmp_path / "run", "optim=paged_adamw_8bit", code=2)
     assert not (tmp_path / "run").exists()
     assert "optim=adamw_8bit" in capsys.readouterr().err

@@ -19,7 +19,7 @@ def add{number}(a, b):
 
 
 def project(path):
-    """Make a checkout of twelve files, and return it."""
+    """Make a git checkout of twelve files, and return it."""
     path.mkdir()
     for number in range(12):
         (path / f"m{number}.py").write_text(SOURCE.format(number=number), "utf-8")
@@ -48,7 +48,7 @@ def make(tmp_path, number, *more):
 
 
 def test_a_corpus_is_made_recorded_and_not_made_twice(tmp_path, capsys):
-    """Rows of a commit, split by file; the second run finds all of it done."""
+    """The rows are those of a commit, split by file; a second run finds nothing to do."""
     path = project(tmp_path / "project")
     assert make(tmp_path, 1, "corpus.extract.commit=HEAD") == 0
     first = capsys.readouterr().out
@@ -60,13 +60,13 @@ def test_a_corpus_is_made_recorded_and_not_made_twice(tmp_path, capsys):
     assert list(manifest.inputs["corpus"]) == ["project"]
     assert sum(manifest.results["rows"].values()) == 12
     assert [step["why"] for step in manifest.facts["steps"]] == ["new"] * 3
-    assert head in run.config.read_text("utf-8")  # the commit that the name meant
+    assert head in run.config.read_text("utf-8")  # the commit that the name resolved to
     index = (tmp_path / "out/corpus.json").read_bytes()
     assert make(tmp_path, 2, "corpus.extract.commit=HEAD") == 0
     assert capsys.readouterr().out.count("already done") == 3
     assert (tmp_path / "out/corpus.json").read_bytes() == index
     assert CorpusRecord.read(tmp_path / "out/corpus.json").inputs == manifest.inputs["corpus"]
-    # The rows are those that data=jsonl takes, with nothing on two sides.
+    # data=jsonl accepts the rows, and no row is on both sides.
     train, val = (tmp_path / f"out/03-split/{side}.jsonl" for side in ("train", "val"))
     rows = load_rows(JsonlData(path=str(train), val_path=str(val)), tmp_path)
     assert len(rows.train) + len(rows.heldout) == len(train.read_bytes().splitlines())
@@ -74,7 +74,7 @@ def test_a_corpus_is_made_recorded_and_not_made_twice(tmp_path, capsys):
 
 
 def test_a_failing_step_keeps_the_ones_before_it(tmp_path, capsys):
-    """Exit code 2, the step named, the record failed; what was done is found again."""
+    """Exit code 2 names the failed step; a later run reuses the steps before it."""
     project(tmp_path / "project")
     mixed = ["corpus.steps=[extract,mix]", "corpus.mix.by=project", "corpus.mix.weights={other:1}"]
     assert make(tmp_path, 1, *mixed) == 2
@@ -89,7 +89,7 @@ def test_a_failing_step_keeps_the_ones_before_it(tmp_path, capsys):
 
 
 def test_a_cancelled_corpus_goes_on_with_the_same_command(tmp_path, capsys, monkeypatch):
-    """There is no training state to resume."""
+    """The same command continues, as there is no training state to resume."""
 
     def interrupted(*_):
         raise KeyboardInterrupt
@@ -101,7 +101,7 @@ def test_a_cancelled_corpus_goes_on_with_the_same_command(tmp_path, capsys, monk
 
 
 def test_what_cannot_be_made_is_refused_before_a_run_is_opened(tmp_path, capsys):
-    """The input that is not there, and the directory that is somebody's."""
+    """Refused: an input that does not exist, and a directory that someone else uses."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out/thesis.md").write_text("mine", "utf-8")
     assert make(tmp_path, 1) == 2
@@ -112,7 +112,7 @@ def test_what_cannot_be_made_is_refused_before_a_run_is_opened(tmp_path, capsys)
 
 
 def test_what_a_killed_process_left_is_not_in_the_way(tmp_path, capsys):
-    """Torn locks and temporary files of its own, which the next command clears."""
+    """The next command removes stale locks and temporary files of a killed process."""
     project(tmp_path / "project")
     out = tmp_path / "out"
     out.mkdir()
@@ -126,6 +126,6 @@ def test_what_a_killed_process_left_is_not_in_the_way(tmp_path, capsys):
 
 
 def test_settings_of_a_run_have_no_effect():
-    """A corpus is made without a model; of its own settings none is refused."""
+    """Settings of training are refused, as a corpus uses no model; its own are accepted."""
     (problem,) = unread_overrides("corpus", ["lora.r", "corpus.split.by"])
     assert "lora.r: has no effect with task=corpus" in str(problem)

@@ -22,7 +22,7 @@ def make(tmp_path, number, *more):
 
 
 def test_duplicates_go_and_the_page_says_what_is_left(tmp_path, capsys):
-    """Of twelve rows one is another's copy and one is near it; a second run finds all done."""
+    """Of twelve rows one is a copy and one a near-duplicate; a second run finds nothing to do."""
     texts = [f"answer number {n}" for n in range(10)] + ["answer  number 3", " ".join(WORDS)]
     texts.append(" ".join(WORDS[:115]))
     lines = [json.dumps({"prompt": f"p{n}", "response": text}) for n, text in enumerate(texts)]
@@ -46,13 +46,13 @@ def test_duplicates_go_and_the_page_says_what_is_left(tmp_path, capsys):
     assert report.tokens["truncated_documents"] == 1
     page = (out / "corpus_report.html").read_text("utf-8")
     assert "11 rows" in page
-    # The files of the corpus are those of the last step that leaves rows.
+    # The corpus consists of the files of the last step that outputs rows.
     assert {name.partition("/")[0] for name in CorpusRecord.read(out / "corpus.json").files} == {
         "02-split"
     }
     assert make(tmp_path, 2, *asked) == 0
     assert capsys.readouterr().out.count("already done") == 3
     assert (out / "corpus_report.html").read_text("utf-8") == page
-    # Without the report a page would be of another corpus.
+    # Without the report, a page would describe another corpus.
     assert make(tmp_path, 3, "corpus.steps=[dedupe,split]") == 0
     assert not (out / "corpus_report.html").exists()

@@ -1,4 +1,4 @@
-"""Credentials that are planted where a run reads, and searched for in everything that it writes."""
+"""Planted credentials, searched for in everything that a run writes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ URL = f"https://user:{PASSWORD}@host/path"
 
 
 def holding(directory, secret=PASSWORD):
-    """List the files below a directory in which a secret stands, as text or within binary data."""
+    """List the files below a directory that contain a secret, in text or in binary data."""
     return [
         str(path.relative_to(directory))
         for path in sorted(directory.rglob("*"))
@@ -22,7 +22,7 @@ def holding(directory, secret=PASSWORD):
 
 
 def test_a_url_in_the_environment_reaches_no_record(train_in, tmp_path, monkeypatch):
-    """Manifest, telemetry, report, model card and the W&B mirror; it stood in all but the last."""
+    """Manifest, telemetry, report, model card and W&B mirror; all but the last once had it."""
     monkeypatch.setenv("MENS_EXP_NOTE", URL)
     run = train_in(tmp_path / "run", "logger=wandb")
     assert holding(run.path) == []
@@ -32,7 +32,7 @@ def test_a_url_in_the_environment_reaches_no_record(train_in, tmp_path, monkeypa
 
 
 def test_a_url_in_an_error_reaches_no_record(train_in, tmp_path, monkeypatch):
-    """A library names what it was asked for; the record says what failed, without the password."""
+    """The record names what failed in a library, without the password in its URL."""
 
     def step(self, batch, index):
         raise OSError(f"cannot reach {URL}")
@@ -55,7 +55,7 @@ def test_a_url_in_an_error_reaches_no_record(train_in, tmp_path, monkeypatch):
 def test_a_credential_in_a_setting_is_refused_before_anything_is_written(
     tiny_run, tmp_path, capsys, override
 ):
-    """The message names the setting and not the credential."""
+    """The message names the setting, not the credential."""
     place = tmp_path / "run"
     assert cli.main([*tiny_run, override, f"hydra.run.dir={place}"]) == 2
     said = capsys.readouterr().err
@@ -65,7 +65,7 @@ def test_a_credential_in_a_setting_is_refused_before_anything_is_written(
 
 
 def test_a_bundle_holds_none(train_in, tmp_path, monkeypatch):
-    """What leaves the machine is made of records, which have none."""
+    """A bundle leaves the machine, and must hold no credential either."""
     monkeypatch.setenv("MENS_EXP_NOTE", URL)
     run = train_in(tmp_path / "run")
     out = tmp_path / "bundle.tar.gz"

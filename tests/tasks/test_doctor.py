@@ -18,7 +18,7 @@ def found(name):
 
 
 def test_the_doctor_leaves_a_record(tmp_path, capsys):
-    """Every finding is shown and kept; this machine can run the tests, so none is bad."""
+    """Every finding is printed and recorded; as this machine runs the tests, none is bad."""
     assert cli.main(["task=doctor", f"hydra.run.dir={tmp_path / 'run'}"]) == 0
     manifest = Manifest.read(RunDir(tmp_path / "run").manifest)
     assert manifest.status is Status.SUCCEEDED
@@ -29,7 +29,7 @@ def test_the_doctor_leaves_a_record(tmp_path, capsys):
 
 
 def test_a_bad_finding_ends_with_the_code_of_the_environment(tmp_path, monkeypatch, capsys):
-    """Exit code 3, after everything has been shown."""
+    """Exit code 3, after every finding has been printed."""
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1))
     assert cli.main(["task=doctor", f"hydra.run.dir={tmp_path / 'run'}"]) == 3
     shown = capsys.readouterr()
@@ -39,19 +39,19 @@ def test_a_bad_finding_ends_with_the_code_of_the_environment(tmp_path, monkeypat
 
 
 def test_other_settings_are_refused_as_without_effect():
-    """It asks about the machine, not about a run."""
+    """The doctor examines the machine, so settings of a run have no effect and are refused."""
     assert cli.main(["task=doctor", "lora.r=8"]) == 2
 
 
 def test_a_sandbox_is_probed(sandbox):
-    """It is there, and contains what it must."""
+    """A sandbox that is present is probed for what it must contain."""
     finding = found("sandbox")
     assert (finding.state, finding.remedy) == (State.GOOD, None)
     assert "every hostile probe contained" in finding.found
 
 
 def test_a_missing_sandbox_is_a_note_with_its_remedy(monkeypatch):
-    """Most runs execute nothing."""
+    """A missing sandbox is only a note with its remedy, as most runs execute nothing."""
     monkeypatch.setattr(shutil, "which", lambda name: None)
     finding = found("sandbox")
     assert finding.state is State.NOTE
@@ -59,7 +59,7 @@ def test_a_missing_sandbox_is_a_note_with_its_remedy(monkeypatch):
 
 
 def test_a_package_out_of_its_range_is_bad(monkeypatch):
-    """Named with the command that mends it."""
+    """A package outside its supported range is named with the command that fixes it."""
     real = metadata.version
     monkeypatch.setattr(metadata, "version", lambda n: "0.1" if n == "peft" else real(n))
     finding = found("peft")
@@ -69,7 +69,7 @@ def test_a_package_out_of_its_range_is_bad(monkeypatch):
 
 
 def test_an_absent_package_is_bad(monkeypatch):
-    """As much as one of a wrong version."""
+    """An absent package is as bad as one of a wrong version."""
     real = metadata.version
 
     def version(name):
@@ -82,13 +82,13 @@ def test_an_absent_package_is_bad(monkeypatch):
 
 
 def test_an_old_python_is_bad(monkeypatch):
-    """3.10 lacks what the code uses."""
+    """Python 3.10 lacks what the code uses."""
     monkeypatch.setattr(sys, "version_info", (3, 10, 4, "final", 0))
     assert found("Python").state is State.BAD
 
 
 def test_a_driver_without_a_cuda_build_is_bad(monkeypatch):
-    """The commonest mistake: the CPU build of torch on a GPU machine."""
+    """The CPU build of torch on a GPU machine, the commonest mistake, is bad."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(shutil, "which", {"nvidia-smi": "/usr/bin/nvidia-smi"}.get)
     finding = found("torch")
@@ -97,7 +97,7 @@ def test_a_driver_without_a_cuda_build_is_bad(monkeypatch):
 
 
 def test_little_memory_is_a_note(monkeypatch):
-    """Smaller jobs still run."""
+    """Little memory is only a note, as smaller jobs still run."""
     real = doctor.psutil.virtual_memory()
     monkeypatch.setattr(
         doctor.psutil, "virtual_memory", lambda: real._replace(available=1_000_000_000)
@@ -108,7 +108,7 @@ def test_little_memory_is_a_note(monkeypatch):
 def test_a_configured_account_is_told_without_its_key(
     monkeypatch,
 ):
-    """The key itself is in no finding."""
+    """A configured account is reported, but no finding contains the key."""
     monkeypatch.setenv("WANDB_API_KEY", "very-secret")
     finding = found("W&B")
     assert "an account is configured" in finding.found

@@ -25,7 +25,7 @@ SUITE = ["suite=heldout_syntax", "suite.items=2", "suite.max_new_tokens=40"]
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A working directory with one training run, and a later evaluation of it."""
+    """A working directory with one training run and a later evaluation of it."""
     return tmp_path_factory.mktemp("place")
 
 
@@ -38,21 +38,21 @@ def trained(train_in, place):
 def evaluated(trained, place):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
-        patch.setenv("HOME", str(place))  # no account is there
+        patch.setenv("HOME", str(place))  # there is no account here
         mirrored = ["logger=wandb", "logger.project=lab", "hydra.run.dir=outputs/evaluate/b"]
         assert cli.main(["task=evaluate", "path=latest", *SUITE, *mirrored]) == 0
     return RunDir(place / "outputs" / "evaluate" / "b")
 
 
 def test_evaluation_repeats_the_scorecard_of_training(trained, evaluated, untimed):
-    """The saved adapter on a fresh graph answers as the trained graph did."""
+    """The saved adapter on a newly built graph answers as the graph did at the end of training."""
     assert untimed(evaluated) == untimed(trained)
     base, tuned = (e["completion"] for e in read_item_events(trained.events)[::2])
     assert base != tuned
 
 
 def test_evaluation_is_a_run_of_its_own(trained, evaluated):
-    """It names its subject and the inputs it used, and has a report."""
+    """The run names its subject and the inputs it used, and has a report."""
     manifest = Manifest.read(evaluated.manifest)
     assert (manifest.task, manifest.status) == ("evaluate", Status.SUCCEEDED)
     theirs = Manifest.read(trained.manifest).inputs
@@ -64,13 +64,13 @@ def test_evaluation_is_a_run_of_its_own(trained, evaluated):
 
 
 def inspected(run, *options):
-    """What W&B's own reader finds in the mirror."""
+    """Return what W&B's own reader finds in the mirror."""
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", *options, str(run.wandb)]
     return fork_server.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def test_an_evaluation_leaves_a_mirror_with_its_kpis_and_the_run_it_scored(trained, evaluated):
-    """Under the names of a training run; it needs no account, and task=sync would send the same."""
+    """It has the names of a training run and needs no account; task=sync sends the same."""
     shown = json.loads(inspected(evaluated, "--summary"))
     assert (shown["project"], shown["state"]) == ("lab", "finished")
     assert shown["name"] == "evaluate: a on heldout_syntax items=2 max_new_tokens=40"
@@ -84,7 +84,7 @@ def test_an_evaluation_leaves_a_mirror_with_its_kpis_and_the_run_it_scored(train
 
 
 def test_the_mirror_of_an_evaluation_has_its_predictions(trained, evaluated):
-    """A row an item, answers side by side, with the style that grading read."""
+    """One row per item has both answers side by side, and the style that the grader read."""
     lines = [json.loads(line) for line in inspected(evaluated).splitlines()]
     (row,) = [one["history"]["item"] for one in lines if one["type"] == "history"]
     (files,) = evaluated.wandb.glob("offline-run-*/files")
@@ -107,7 +107,7 @@ def test_the_mirror_of_an_evaluation_has_its_predictions(trained, evaluated):
 
 @pytest.mark.parametrize("sink", ["csv", "tensorboard"])
 def test_a_logger_of_training_steps_is_refused(sink, tmp_path, capsys):
-    """An evaluation has none to log."""
+    """An evaluation has no training steps to log."""
     out = f"hydra.run.dir={tmp_path}/out"
     assert cli.main(["task=evaluate", "path=latest", *SUITE, f"logger={sink}", out]) == 2
     assert "task=evaluate has none" in capsys.readouterr().err
@@ -117,7 +117,7 @@ def test_a_logger_of_training_steps_is_refused(sink, tmp_path, capsys):
 def test_latest_is_still_the_training_run_after_an_evaluation(
     trained, evaluated, place, monkeypatch
 ):
-    """The evaluation started later, and is not its own subject."""
+    """The evaluation started later, but path=latest still names the training run."""
     monkeypatch.chdir(place)
     assert evaluated.manifest.is_file()
     assert subject_of("latest").path.resolve() == trained.path.resolve()
@@ -126,7 +126,7 @@ def test_latest_is_still_the_training_run_after_an_evaluation(
 
 
 def test_an_evaluation_is_no_subject(evaluated):
-    """It has trained nothing."""
+    """An evaluation has no adapter, so it cannot be evaluated."""
     with pytest.raises(RequestError, match=r"the run trained nothing.*\(evaluate\)"):
         subject_of(str(evaluated.path))
 
@@ -136,7 +136,7 @@ def test_a_run_without_an_adapter_is_refused_before_a_directory_is_made(
     tmp_path,
     capsys,
 ):
-    """Its status is named, and how to finish it."""
+    """The message gives the run's status and how to finish it."""
     run = broken(tmp_path / "run", 5)
     out = tmp_path / "evaluation"
     command = ["task=evaluate", "logger=none", f"path={run.path}", *SUITE, f"hydra.run.dir={out}"]
@@ -149,7 +149,7 @@ def test_a_run_without_an_adapter_is_refused_before_a_directory_is_made(
 
 
 def test_an_unknown_path_is_refused(tmp_path, capsys):
-    """Nothing is made for a command that is refused."""
+    """No run directory is created for an unknown path."""
     out = tmp_path / "evaluation"
     assert cli.main(["task=evaluate", "logger=none", "path=nowhere", f"hydra.run.dir={out}"]) == 2
     assert "no such run directory" in capsys.readouterr().err
@@ -157,13 +157,13 @@ def test_an_unknown_path_is_refused(tmp_path, capsys):
 
 
 def test_another_base_than_in_training_is_refused(trained, tmp_path, capsys):
-    """An adapter says nothing about weights that it was not trained on."""
+    """An adapter is meaningless on weights other than those it was trained on."""
     moved = tmp_path / "moved"
     copied = RunDir(moved)
     shutil.copytree(trained.path, moved)
     text = copied.config.read_text(encoding="utf-8")
     copied.config.write_text(text.replace("init_seed: 0", "init_seed: 1"), encoding="utf-8")
-    manifest = Manifest.read(copied.manifest)  # else its own hash would refuse it
+    manifest = Manifest.read(copied.manifest)  # or else its own hash would refuse it
     manifest.outputs["config.yaml"] = sha256_file(copied.config)
     manifest.write(copied.manifest)
     out = tmp_path / "evaluation"
@@ -186,7 +186,7 @@ def test_the_base_is_scored_alone(
     tiny_run,
     monkeypatch,
 ):
-    """On the same rows it answers as the base of the run did, and nothing stands beside it."""
+    """On the same rows it answers as the base of the run did, with no other condition."""
     monkeypatch.chdir(tmp_path)
     data = [text for text in tiny_run if text.startswith("data")]
     out = RunDir(tmp_path / "evaluation")
@@ -198,7 +198,7 @@ def test_the_base_is_scored_alone(
 
 
 def test_a_suite_that_has_nothing_to_ask_is_refused(trained, tmp_path, monkeypatch, capsys):
-    """The scorecard was asked for; a run of training goes on without one."""
+    """The scorecard was requested, so it is refused; a training run would go on without one."""
     monkeypatch.chdir(tmp_path)
     out = RunDir(tmp_path / "evaluation")
     given = [f"path={trained.path}", "task=evaluate", *SUITE, "suite.max_new_tokens=1"]
@@ -217,7 +217,7 @@ def test_an_adapter_by_itself_is_scored_on_the_models_base(
     tiny_run,
     inside,
 ):
-    """In either form, named by its directory or a file in it: ranks and layers are its own."""
+    """Either form works, as a directory or file; ranks and layers are the adapter's own."""
     moved = tmp_path / "elsewhere"
     shutil.copytree(trained.adapter, moved / "adapter")
     data = [text for text in tiny_run if text.startswith("data")]
@@ -235,7 +235,7 @@ def test_an_adapter_by_itself_is_scored_on_the_models_base(
 
 
 def test_an_adapter_of_another_base_is_refused(trained, tmp_path, capsys):
-    """Its manifest tells the weights that it was trained on."""
+    """The adapter's manifest has the hash of the weights that it was trained on."""
     shutil.copytree(trained.adapter, tmp_path / "adapter")
     command = [
         "task=evaluate",
@@ -266,13 +266,13 @@ def test_an_adapter_of_another_base_is_refused(trained, tmp_path, capsys):
     ],
 )
 def test_what_has_no_effect_or_lacks_something_is_refused(overrides, said, capsys):
-    """Before anything is loaded."""
+    """The message names the setting or what is missing, before anything is loaded."""
     assert cli.main([*BASE, *overrides]) == 2
     assert said in capsys.readouterr().err
 
 
 def test_an_adapter_is_scored_on_the_base_that_it_records(train_in, tmp_path, capsys):
-    """Unless the command chooses another; the message has the settings that make it again."""
+    """The base is the recorded one unless another is chosen; the message gives its settings."""
     told = ["quant=int2", "quant.block_size=64", "quant.skip=[down_proj]", "lora.targets=[q_proj]"]
     run = train_in(tmp_path / "run", *told, *SUITE, "trainer.max_steps=1")
     capsys.readouterr()
@@ -292,7 +292,7 @@ def test_an_adapter_is_scored_on_the_base_that_it_records(train_in, tmp_path, ca
 def test_the_blocks_of_single_modules_are_part_of_the_base_that_is_named(
     train_in, tmp_path, capsys
 ):
-    """With the modules that have another quantizer too; typed, they make the base again."""
+    """The message also has per-module blocks and quantizers; typed, they make the same base."""
     told = ["quant.type_pattern={v_proj:nf2}", "quant.block_size_pattern={down_proj:128}"]
     run = train_in(tmp_path / "run", *told, *SUITE, "trainer.max_steps=1", "lora.targets=[q_proj]")
     capsys.readouterr()
@@ -322,7 +322,7 @@ def test_vllm_is_refused_where_it_cannot_answer(
     capsys,
     monkeypatch,
 ):
-    """A missing package and an adapter that vLLM would serve otherwise, told at once."""
+    """A missing package and an adapter that vLLM would serve otherwise are reported together."""
     monkeypatch.setattr("mens_exp.evals.engines.find_spec", lambda name: None)
     shutil.copytree(trained.path, tmp_path / "run")
     peft = RunDir(tmp_path / "run").peft / "adapter_config.json"
@@ -343,14 +343,14 @@ def test_vllm_is_refused_where_it_cannot_answer(
 
 
 def test_a_function_is_no_part_of_a_training_run(capsys):
-    """A stored configuration that names one would run it on somebody else's machine."""
+    """A stored configuration that names a function would run it on someone else's machine."""
     command = ["suite=jsonl", "suite.path=x", "suite.check=function", "suite.function=x.py:f"]
     assert cli.main(["model=tiny_llama", "logger=none", *command]) == 2
     assert "only task=evaluate calls a function of yours" in capsys.readouterr().err
 
 
 def test_a_specification_brings_its_own_models(tmp_path, capsys):
-    """No `path` is asked for; each condition stands in the scorecard under its id."""
+    """No `path` is needed; each condition is in the scorecard under its id."""
     condition = {"label": "x", "mode": "fixture_file", "backend": "base", "model_id": "m"}
     spec = {
         "schema_version": 1,

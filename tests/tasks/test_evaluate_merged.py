@@ -1,4 +1,4 @@
-"""task=evaluate of what task=merge wrote."""
+"""The command task=evaluate, on what task=merge wrote."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def evaluated(path, own, *overrides):
 
 
 def test_merged_weights_answer_as_the_run_did_that_was_merged(trained, merged, tmp_path):
-    """On the rows that the run held out, and without its base, which they have no more."""
+    """Without its base, on the rows that the run held out, the merge answers as the run did."""
     assert evaluated(merged.merged, tmp_path / "own") == 0
     own = RunDir(tmp_path / "own")
     assert list(Scorecard.read(own.scorecard).conditions) == ["tuned"]
@@ -55,7 +55,7 @@ def test_merged_weights_answer_as_the_run_did_that_was_merged(trained, merged, t
 
 
 def test_weights_that_the_merge_did_not_write_are_refused(merged, trained, place, tmp_path, capsys):
-    """One number changed."""
+    """One changed number in the weights is enough to be refused."""
     other = place / "other"
     shutil.copytree(merged.path, other)
     (shard,) = (other / "merged").glob("*.safetensors")
@@ -67,7 +67,7 @@ def test_weights_that_the_merge_did_not_write_are_refused(merged, trained, place
 
 
 def test_a_merge_without_a_model_or_without_its_run_is_refused(merged, tmp_path, capsys):
-    """Both before a run of its own is opened; vLLM, too, has no adapter to load."""
+    """Both are refused before a run directory is created; vLLM, too, has no adapter to load."""
     bare = tmp_path / "bare"
     bare.mkdir()
     shutil.copy(merged.manifest, bare / "manifest.json")
@@ -81,13 +81,13 @@ def test_a_merge_without_a_model_or_without_its_run_is_refused(merged, tmp_path,
     assert evaluated(lost, tmp_path / "own") == 2
     assert "the run that trained the merged adapter was not found" in capsys.readouterr().err
     code = evaluated(merged.path, tmp_path / "own", "eval.engine=vllm")
-    assert code in (2, 3)  # 3 where vLLM is missing as well
+    assert code in (2, 3)  # 3 where vLLM is missing too
     assert "but this model is merged" in capsys.readouterr().err
     assert not (tmp_path / "own").exists()
 
 
 def test_a_merge_elsewhere_still_finds_its_run_by_the_adapters_hash(merged, trained, place):
-    """The place that the merge recorded is gone; the run lies beside."""
+    """The recorded path is gone, but the run beside it has the adapter with the recorded hash."""
     moved = place / "moved"
     shutil.copytree(merged.path, moved)
     manifest = Manifest.read(moved / "manifest.json")
@@ -102,7 +102,7 @@ def test_a_merge_elsewhere_still_finds_its_run_by_the_adapters_hash(merged, trai
 def test_a_model_that_was_written_elsewhere_is_found_from_its_merge(
     merged, place, tmp_path, monkeypatch
 ):
-    """`out=` is told from the directory of the command."""
+    """A relative `out=` is resolved against the directory in which the merge was started."""
     apart = place / "apart"
     apart.mkdir()
     shutil.copytree(merged.merged, tmp_path / "mine")
@@ -116,7 +116,7 @@ def test_a_model_that_was_written_elsewhere_is_found_from_its_merge(
 
 
 def test_a_merged_arm_beside_one_with_its_adapter_is_confounded(study, compare):
-    """Merged weights answer otherwise than base and adapter; two merged arms are even."""
+    """Merged weights do not answer as base plus adapter do; two merged arms are comparable."""
     root = study(seeds=[1])
     scored = study("scored", seeds=[1], of=root)
     for number, confounded in ((0, ["another content of scored_model"]), (1, [])):
@@ -133,7 +133,7 @@ def test_a_merged_arm_beside_one_with_its_adapter_is_confounded(study, compare):
 
 
 def test_what_scored_a_base_alone_is_left_out_by_name(study, compare):
-    """It has no trained run to stand for."""
+    """The evaluation of a base alone belongs to no training run."""
     root = study(seeds=[1])
     run = RunDir(root / "base")
     run.path.mkdir()

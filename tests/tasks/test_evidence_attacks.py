@@ -1,4 +1,4 @@
-"""Runs that were edited and hashed again are refused by what their records say of each other."""
+"""Edited and rehashed runs are refused, as their records contradict each other."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ def lab(honest, tmp_path, typed, frozen):
 
 
 def refusal(run):
-    """Read one run as a comparison does, and return why it is refused."""
+    """Read one run as a comparison does, and return the reason it is refused."""
     with pytest.raises(RequestError) as found:
         read_study([str(run.path)])
     return " ".join(str(found.value).split())
 
 
 def test_two_honest_cycles_promote(lab):
-    """Without it, no refusal below would mean anything."""
+    """The unedited cycles promote; without this, no refusal below would mean anything."""
     for name in SEEDS:
         lab.compare(name)
     assert "burn_production: promote" in lab.promote(code=0)
 
 
 def test_a_figure_that_its_items_do_not_come_to_is_refused(lab):
-    """By its name, how many items there are, and both numbers; seed 1 of qlora does two of four."""
+    """Seed 1 of qlora passes two of four; the message has KPI, item count and both numbers."""
     run = lab.run("qlora", 1)
     run.score(tuned={"task_success": 1.0})
     run.rehash()
@@ -45,7 +45,7 @@ def test_a_figure_that_its_items_do_not_come_to_is_refused(lab):
 
 
 def test_a_figure_that_only_the_scorecard_has_is_refused_too(lab):
-    """A comparison reads pass_at_1 there, because no line has a field of that name."""
+    """No line has a field pass_at_1, so a comparison reads it from the scorecard."""
     run = lab.run("burn", 5)
     run.score(tuned={"pass_at_1": 0.75})
     run.rehash()
@@ -53,7 +53,7 @@ def test_a_figure_that_only_the_scorecard_has_is_refused_too(lab):
 
 
 def test_a_figure_of_what_no_item_was_measured_in_is_refused(lab):
-    """Null in every line, and a number in the scorecard."""
+    """The KPI is null in every line, but a number in the scorecard."""
     run = lab.run("burn", 5)
     run.score(tuned={"latency_p50_ms": 1.0})
     run.rehash()
@@ -76,7 +76,7 @@ def test_a_figure_of_what_no_item_was_measured_in_is_refused(lab):
     ],
 )
 def test_a_verdict_that_the_rest_of_its_line_contradicts_is_refused(lab, changes, field):
-    """The figures and the hashes agree with it; item 3 of qlora's seed 1 is failed."""
+    """The verdict on item 3 of qlora's seed 1 is flipped, and figures and hashes are adapted."""
     run = lab.run("qlora", 1)
     run.edit(3, **changes)
     run.sum_up()
@@ -100,7 +100,7 @@ def test_a_verdict_that_the_rest_of_its_line_contradicts_is_refused(lab, changes
     ids=["broken", "undone", "chatter", "stub", "marker", "poor", "layout"],
 )
 def test_an_answer_that_reads_otherwise_than_its_verdict_says_is_refused(lab, text, field):
-    """What needs no execution is read again, and an answer that is no program did no task."""
+    """Answers graded without execution are graded again; one that is no program passes nothing."""
     run = lab.run("burn", 6)
     run.edit(0, completion=text)
     run.rehash()
@@ -111,7 +111,7 @@ def test_an_answer_that_reads_otherwise_than_its_verdict_says_is_refused(lab, te
 
 @pytest.mark.parametrize("field", ["prompt", "reference", "item_id"])
 def test_another_item_than_the_suite_has_is_refused(lab, field):
-    """The digest of the suite froze what was asked."""
+    """The suite's digest fixes the items that are asked."""
     run = lab.run("burn", 6)
     run.edit(0, **{field: "x"})
     run.rehash()
@@ -120,7 +120,7 @@ def test_another_item_than_the_suite_has_is_refused(lab, field):
 
 @pytest.mark.parametrize("how", ["dropped", "doubled"])
 def test_every_item_is_answered_once(lab, how):
-    """A failed item that is dropped, or a good one that is there twice, with figures that fit."""
+    """A failed item dropped, or a passed one repeated, is found although the figures fit."""
     run = lab.run("qlora", 1)
     lines = run.lines()
     bad = next(one for one in lines if one["condition"] == "tuned" and not one["task_success"])
@@ -137,14 +137,14 @@ def test_every_item_is_answered_once(lab, how):
 
 
 def test_answers_that_were_deleted_are_refused(lab):
-    """The figures of the scorecard would stand alone, whatever they say."""
+    """Without the lines, nothing would support the figures of the scorecard."""
     run = lab.run("qlora", 1)
     run.events.unlink()
     assert f"{run.events}: tuned" in refusal(run)
 
 
 def test_answers_that_were_deleted_with_their_hash_are_labelled_and_promote_nothing(lab):
-    """As if the run had never written any."""
+    """With their hash gone too, the run looks as if it had never written any answers."""
     run = lab.run("qlora", 1)
     run.events.unlink()
     told = json.loads(run.manifest.read_text("utf-8"))
@@ -158,7 +158,7 @@ def test_answers_that_were_deleted_with_their_hash_are_labelled_and_promote_noth
 
 
 def test_a_condition_that_is_not_summed_up_is_refused(lab):
-    """Without figures there is nothing to compare its lines with."""
+    """A condition without figures in the scorecard leaves its lines with nothing to compare."""
     run = lab.run("burn", 6)
     card = json.loads(run.card.read_text("utf-8"))
     del card["conditions"]["tuned"]
@@ -168,7 +168,7 @@ def test_a_condition_that_is_not_summed_up_is_refused(lab):
 
 
 def test_a_promotion_finds_what_was_edited_after_the_comparison(lab):
-    """The comparison's own digests were replaced too."""
+    """The promotion is refused, although the digests in the comparison were replaced as well."""
     for name in SEEDS:
         lab.compare(name)
     run = lab.run("qlora", 1)
@@ -185,7 +185,7 @@ def test_a_promotion_finds_what_was_edited_after_the_comparison(lab):
 
 
 def test_swapped_scorecards_are_refused_by_their_lines(lab):
-    """Seeds 1 and 2 of qlora do the same number of tasks, so one of them is made better first."""
+    """The scorecards of burn and qlora for seed 1, swapped, contradict the runs' own items."""
     run, other = lab.run("burn", 1), lab.run("qlora", 1)
     cards = [one.card.read_bytes() for one in (run, other)]
     for one, data in zip((other, run), cards, strict=True):
@@ -195,7 +195,7 @@ def test_swapped_scorecards_are_refused_by_their_lines(lab):
 
 
 def test_the_same_edit_is_not_found_without_a_ledger(lab):
-    """So the page says what was not verified."""
+    """Without a ledger the edit is not found, so the page says what was not verified."""
     forge(lab)
     lab.compare("one")
     assert any("were not executed again" in note for note in lab.notes("one"))
@@ -203,11 +203,11 @@ def test_the_same_edit_is_not_found_without_a_ledger(lab):
 
 def regraded(lab):
     lab.run("burn", 1).score(generation={"engine": "hf", "samples": 1, "max_retries": 0})
-    return "no version of grading is recorded", 4  # it confounds, too
+    return "no version of grading is recorded", 4  # which confounds too
 
 
 def of_today(lab):
-    """Let the suite's file be another one now."""
+    """Replace the suite's file by another version."""
     run = lab.run("burn", 1)
     config = run.path / "config.yaml"
     text = config.read_text("utf-8")
@@ -228,7 +228,7 @@ def without_suite(lab):
 
 @pytest.mark.parametrize("change", [regraded, of_today, without_suite])
 def test_answers_that_cannot_be_read_again_are_labelled(lab, change):
-    """They are compared; record, page and decision say so."""
+    """They are compared, and the record, the page and the decision say so."""
     why, code = change(lab)
     lab.run("burn", 1).rehash()
     for name in SEEDS:
@@ -243,7 +243,7 @@ def test_answers_that_cannot_be_read_again_are_labelled(lab, change):
 
 
 def test_figures_that_no_item_gives_are_named(lab):
-    """A time is as it was recorded, and so is the loss of training; one short line says so."""
+    """Times and losses follow from no items; one short note says they are taken as recorded."""
     lab.compare("one")
     (note,) = (one for one in lab.notes("one") if "taken as recorded" in one)
     named = "costs, losses, shares of the data and times"
@@ -251,7 +251,7 @@ def test_figures_that_no_item_gives_are_named(lab):
 
 
 def test_a_figure_of_the_harness_is_labelled(lab):
-    """It sums up lm-evaluation-harness' metrics by itself, and no line has them."""
+    """It aggregates the metrics of lm-evaluation-harness, and no line has them."""
     run = lab.run("burn", 1)
     run.score(tuned={"arc_easy/acc": 0.5}, suite="lm_eval")
     run.rehash()
@@ -261,7 +261,7 @@ def test_a_figure_of_the_harness_is_labelled(lab):
 
 @pytest.mark.parametrize("name", ["coverage", "arc_easy/acc"])
 def test_a_figure_that_no_suite_of_ours_states_is_refused(lab, name):
-    """A policy reads coverage where a scorecard has it."""
+    """A figure that no suite gives is refused, as policies may read it (coverage, for example)."""
     run = lab.run("burn", 1)
     run.score(tuned={name: 1.0})
     run.rehash()

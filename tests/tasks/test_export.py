@@ -1,4 +1,4 @@
-"""task=export of an adapter, typed as a user would."""
+"""The command task=export on adapters, typed as a user would."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def logits(base, directory):
 
 
 def test_a_runs_adapter_leaves_as_peft(finished, tiny_base, export, tmp_path):
-    """Equal logits to the view that PEFT itself wrote; the prompts' template goes along."""
+    """Its logits equal those of the view PEFT itself wrote, and the chat template is included."""
     said = export(f"path={finished.path}", "format=peft", "out=there", "hydra.run.dir=own")
     there = tmp_path / "here" / "there"
     expected = logits(tiny_base, finished.peft)
@@ -62,7 +62,7 @@ def test_a_runs_adapter_leaves_as_peft(finished, tiny_base, export, tmp_path):
 
 @pytest.mark.parametrize("form", ["v2", "v3", "peft"])
 def test_without_out_it_lies_in_the_exports_own_run(finished, export, tmp_path, form):
-    """Its files are hashed among the run's outputs; the export of an export is one too."""
+    """The outputs of the export's own run list its hashes; an export can be exported again."""
     export(f"path={finished.path}", f"format={form}", "hydra.run.dir=own")
     own = tmp_path / "here" / "own"
     outputs = Manifest.read(own / "manifest.json").outputs
@@ -80,7 +80,7 @@ def test_without_out_it_lies_in_the_exports_own_run(finished, export, tmp_path, 
 
 
 def test_latest_is_the_training_run_that_started_last(finished, export, tmp_path):
-    """Under ./outputs; the record names it, not the word."""
+    """Among the runs in ./outputs; the record has its name instead of the word `latest`."""
     run = shutil.copytree(finished.path, tmp_path / "here" / "outputs" / "train" / "x" / "run")
     export("path=latest", "format=v3", "hydra.run.dir=own")
     record = Manifest.read(tmp_path / "here" / "own" / "manifest.json")
@@ -88,7 +88,7 @@ def test_latest_is_the_training_run_that_started_last(finished, export, tmp_path
 
 
 def test_a_plain_run_leaves_as_v3_byte_for_byte(finished, export, tmp_path):
-    """Nothing is folded where nothing has to be."""
+    """A plain adapter needs no folding, so its tensors are written unchanged."""
     export(f"path={finished.path}", "format=v3", "out=there")
     for name in ("adapter.safetensors", "adapter_manifest.json"):
         written = (tmp_path / "here" / "there" / name).read_bytes()
@@ -128,14 +128,14 @@ def test_an_export_is_refused_before_a_run_directory_is_made(
     overrides,
     said,
 ):
-    """Exit code 2, with what is wrong; nothing is left behind."""
+    """The command ends with exit code 2, says what is wrong and leaves nothing behind."""
     text = export(*(one.format(run=finished.path) for one in overrides), code=2)
     assert said in " ".join(text.split())
     assert list((tmp_path / "here").iterdir()) == []
 
 
 def test_several_reasons_are_given_together(finished, export, tmp_path):
-    """A DoRA that has no delta, and a target that is full."""
+    """A DoRA adapter without a delta and a destination that is not empty are reported together."""
     manifest, tensors = read_adapter(finished.adapter)
     assert manifest.mens_exp is not None
     manifest.mens_exp["variant"] = "dora"
@@ -151,7 +151,7 @@ def test_several_reasons_are_given_together(finished, export, tmp_path):
 
 @pytest.fixture
 def theirs(finished, tmp_path):
-    """A PEFT directory as somebody else made it: no run around it, its base by another name."""
+    """A PEFT directory from elsewhere: outside any run, with another name for its base."""
     place = shutil.copytree(finished.peft, tmp_path / "theirs")
     file = place / "adapter_config.json"
     config = json.loads(file.read_text("utf-8")) | {"base_model_name_or_path": "org/model"}
@@ -176,7 +176,7 @@ def test_somebody_elses_peft_directory_becomes_v3(
     quant,
     method,
 ):
-    """Its layers are named by the model of the command; what it does not tell may be told."""
+    """The command's model names its layers; what the directory does not state may be given."""
     export(f"path={theirs}", "format=v3", "model=tiny_llama", "out=v3", "hydra.run.dir=own", *given)
     manifest, tensors = read_adapter(tmp_path / "here" / "v3")
     source, ours = read_adapter(finished.adapter)
@@ -190,7 +190,7 @@ def test_somebody_elses_peft_directory_becomes_v3(
 
 
 def test_a_runs_own_peft_view_is_recorded_as_the_run_was(finished, export, tmp_path):
-    """Quantization and model are the run's; neither has to be given."""
+    """Quantization and model are those of the run, so neither has to be given."""
     export(f"path={finished.peft}", "format=v3", "out=v3")
     manifest, _ = read_adapter(tmp_path / "here" / "v3")
     source, _ = read_adapter(finished.adapter)
@@ -198,14 +198,14 @@ def test_a_runs_own_peft_view_is_recorded_as_the_run_was(finished, export, tmp_p
 
 
 def test_a_peft_directory_of_another_model_is_refused(theirs, export):
-    """The model of the command is SmolLM2 unless it is named."""
+    """The command's model is SmolLM2 by default, which the directory does not match."""
     text = export(f"path={theirs}", "format=v3", code=2)
     assert "the adapter is for another base model" in text
     assert "model.id" in text
 
 
 def test_a_v2_is_lifted_with_what_it_does_not_tell(finished, export, tmp_path):
-    """Double quantization, unless told otherwise; a model is not asked for, and refused."""
+    """Double quantization is assumed unless set; a model is not needed, and refused."""
     export(f"path={finished.path}", "format=v2", "out=v2")
     export("path=v2", "format=v3", "out=lifted", "export.double_quant=false")
     manifest, _ = read_adapter(tmp_path / "here" / "lifted")
@@ -214,7 +214,7 @@ def test_a_v2_is_lifted_with_what_it_does_not_tell(finished, export, tmp_path):
 
 
 def test_a_bundle_goes_where_out_says(finished, export, tmp_path):
-    """The file, and its name in the record."""
+    """The bundle is written to `out`, and the record has its name."""
     export(
         f"path={finished.path}",
         "out=there.tar.gz",
@@ -243,7 +243,7 @@ def test_what_a_run_trained_is_what_leaves(
     tmp_path,
     overrides,
 ):
-    """To PEFT, and by way of v3: equal logits to the view that PEFT itself wrote, to 1e-5."""
+    """To PEFT directly and by way of v3, the logits equal those of PEFT's own view to 1e-5."""
     run = train_in(tmp_path / "run", "optim.lr=5e-3", *overrides)
     expected = logits(tiny_base, run.peft)
     export(f"path={run.path}", "format=peft", "out=peft")

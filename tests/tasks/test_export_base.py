@@ -1,4 +1,4 @@
-"""task=export path=base: the base model as a directory that other programs load."""
+"""The command task=export path=base: the base model as a directory that other programs load."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def export(typed):
 
 
 def test_transformers_loads_the_base_that_we_train_on(export, tiny_base, tiny_backend, tmp_path):
-    """The same bytes, and the same logits to the last bit in f32; a second export replaces it."""
+    """Same bytes, and in f32 exactly the same logits; a second export replaces the first."""
     for _ in range(2):
         said = export(*WORDS, "out=there")
     out = tmp_path / "here" / "there"
@@ -51,7 +51,7 @@ def test_the_tokenizer_renders_prompts_as_a_run_does(export, finished, tmp_path)
 
 
 def test_settings_of_the_model_are_kept(export, tmp_path):
-    """Without out, the directory is in the command's own run, which records hashes."""
+    """Without `out`, the directory is in the command's own run, which records its hashes."""
     export(*WORDS, "model.num_hidden_layers=1", "hydra.run.dir=own")
     written = json.loads((tmp_path / "here" / "own" / "hf" / "config.json").read_text("utf-8"))
     assert written["num_hidden_layers"] == 1
@@ -74,7 +74,7 @@ def test_settings_of_the_model_are_kept(export, tmp_path):
     ],
 )
 def test_a_command_that_cannot_be_done_is_refused(export, tmp_path, overrides, said):
-    """Before a run is opened."""
+    """The message says why, before a run directory is created."""
     (tmp_path / "here" / "mine").write_text("something", "utf-8")
     assert said in " ".join(export(*overrides, code=2).split())
     assert [path.name for path in (tmp_path / "here").iterdir()] == ["mine"]

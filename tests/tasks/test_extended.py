@@ -1,4 +1,4 @@
-"""Runs that were resumed with more steps, next to uninterrupted ones."""
+"""Runs that were resumed with more steps, compared with uninterrupted ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LR = 1e-3  # of tiny runs
 
 @pytest.fixture(scope="module")
 def extended(train_in, tmp_path_factory):
-    """A run of three steps that became one of six; only to be read."""
+    """A run of three steps extended to six; do not change it."""
     run = train_in(tmp_path_factory.mktemp("extended") / "run", *COSINE, "trainer.max_steps=3")
     assert cli.main([f"resume={run.path}", "trainer.max_steps=6"]) == 0
     return run
@@ -28,7 +28,7 @@ def extended(train_in, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def straight(train_in, tmp_path_factory):
-    """An uninterrupted run of six steps; only to be read."""
+    """An uninterrupted run of six steps; do not change it."""
     return train_in(tmp_path_factory.mktemp("straight") / "run", *COSINE, "trainer.max_steps=6")
 
 
@@ -50,7 +50,7 @@ def contract(run):
 
 
 def test_an_extended_run_has_a_contract_of_its_own(extended, straight):
-    """Its first three steps had the rates of a run of three, and its adapter is another."""
+    """Its first three steps had the rates of a three-step run, so its adapter is another."""
     assert rates(straight) == pytest.approx([cosine(step, 6) for step in range(6)])
     first, then = [cosine(step, 3) for step in range(3)], [cosine(step, 6) for step in (3, 4, 5)]
     assert rates(extended) == pytest.approx(first + then)
@@ -62,7 +62,7 @@ def test_an_extended_run_has_a_contract_of_its_own(extended, straight):
 
 
 def test_an_interrupted_run_keeps_the_contract(broken, straight, tmp_path):
-    """It was stopped in its fourth step, under the schedule of six."""
+    """A run that was interrupted in its fourth step keeps the schedule of six, and its contract."""
     run = broken(tmp_path / "run", 13, *COSINE, "trainer.max_steps=6")
     assert cli.main([f"resume={run.path}"]) == 0
     assert Manifest.read(run.manifest).attempts[-1]["resumed_from_step"] == 3
@@ -71,7 +71,7 @@ def test_an_interrupted_run_keeps_the_contract(broken, straight, tmp_path):
 
 
 def test_an_extended_run_stays_extended_when_it_is_resumed(broken, tmp_path):
-    """Its last attempt was given no number of steps."""
+    """A third attempt without a number of steps keeps the extended schedule."""
     run = broken(tmp_path / "run", 10, *COSINE, "trainer.max_steps=3")
     assert cli.main([f"resume={run.path}", "trainer.max_steps=6"]) == 0
     (run.checkpoints / "step_00000006.ckpt").unlink()
@@ -86,7 +86,7 @@ def test_an_extended_run_stays_extended_when_it_is_resumed(broken, tmp_path):
 
 
 def test_an_extended_run_replays_by_its_attempts(extended, inspect):
-    """Untouched, it is what its records say; its first three rates are those of three steps."""
+    """The replay takes the rates of each attempt: the first three of three steps, then of six."""
     found = inspect(extended.path, "inspect.replay=true", "inspect.replay_steps=6").replay
     assert (found["identical_through"], found["first_difference"]) == (6, None)
     assert any("extended from 3 to 6 steps after step 3" in one for one in found["conditions"])
@@ -95,7 +95,7 @@ def test_an_extended_run_replays_by_its_attempts(extended, inspect):
 def test_a_replay_is_refused_if_more_than_the_rates_depends_on_the_length(
     finished_with, typed, tmp_path
 ):
-    """AdaLoRA allocates ranks over the whole run."""
+    """AdaLoRA allocates ranks over the whole run, so an extended run cannot be replayed."""
     source = finished_with("lora=adalora", "lora.target_r=4")
     run = RunDir(shutil.copytree(source.path, tmp_path / "run"))
     manifest = Manifest.read(run.manifest)
@@ -109,7 +109,7 @@ def test_a_replay_is_refused_if_more_than_the_rates_depends_on_the_length(
 
 
 def test_comparing_an_extended_run_says_so(extended, straight, compare):
-    """They are no two runs of one seed of one arm."""
+    """An extended and an uninterrupted run are not two equal runs of one arm and seed."""
     record = compare(f"'{straight.path},{extended.path}'")
     (contrast,) = record.contrasts
     words = "extended from 3 to 6 steps after step 3"

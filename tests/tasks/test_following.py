@@ -1,4 +1,4 @@
-"""The other processes of a run, and the first one's end."""
+"""The follower processes of a run, when the first process ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from mens_exp.tasks import coordinator
 from mens_exp.training.distributed import open_store
 
-# A first process that starts another one and is gone before that has looked around, or waits.
+# A first process that starts a follower and dies before it has looked for its leader, or waits.
 FIRST = """
 import subprocess, sys, os
 other = subprocess.Popen([sys.executable, *sys.argv[2:], str(os.getpid()), os.environ["PLACE"]])
@@ -22,7 +22,7 @@ if sys.argv[1] == "wait":
     other.wait()
 """
 
-# Another one that ends by itself as soon as its first one has been killed.
+# A follower that ends by itself once its leader has been killed.
 LOST = """
 import os, signal, sys
 from mens_exp.tasks import coordinator
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs POSIX processes; 
 
 
 def run_out(first, command, place):
-    """Start a process that starts another, and wait until both are gone."""
+    """Start a process that starts a follower, and wait until both have ended."""
     place.mkdir()
     reach = os.pathsep.join(filter(None, sys.path))
     said = subprocess.run(
@@ -63,7 +63,7 @@ def run_out(first, command, place):
 
 
 def test_a_process_whose_first_one_is_gone_before_it_began_ends(tmp_path):
-    """It would wait an hour where they meet: the place of meeting is open, and nobody comes."""
+    """It ends, although the rendezvous is open and it would otherwise wait there for an hour."""
     meeting = open_store(2)
     place = tmp_path / "place"
     *command, _, _ = coordinator.command(meeting.port, 1, 2, str(place))
@@ -72,7 +72,7 @@ def test_a_process_whose_first_one_is_gone_before_it_began_ends(tmp_path):
 
 
 def test_a_process_that_loses_its_first_one_clears_up_for_it(tmp_path):
-    """The broken connection ends it before it has looked whether the first one is there."""
+    """The broken connection may end it before it has noticed that the leader is gone."""
     place = tmp_path / "place"
     run_out("wait", ("-c", LOST, "1", "1", "2"), place)
     assert not place.exists()

@@ -1,4 +1,4 @@
-"""Edits that agree with each other are refused once the ledger has the runs' digests."""
+"""Consistent edits are refused once the ledger has the digests of the runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def lab(honest, tmp_path, typed, frozen):
 
 
 def swap(run, other):
-    """Exchange lines and figures of two runs, and hash both again."""
+    """Exchange the lines and figures of two runs, and rehash both."""
     for name in ("events", "card"):
         one, two = getattr(run, name), getattr(other, name)
         data = one.read_bytes()
@@ -37,7 +37,7 @@ def swapped(lab):
 
 @pytest.mark.parametrize("spoil", [forge, swapped])
 def test_an_edit_that_agrees_with_itself_is_refused_once_the_ledger_has_the_runs(lab, spoil):
-    """By run, file, both hashes and the entry's number; nothing is added to the ledger."""
+    """The message has run, file, both hashes and the entry's number; the ledger does not change."""
     lab.compare("one", ledger=True)
     (*_, entry) = lab.entries()
     assert (entry["number"], entry["kind"], entry["version"]) == (3, "evidence", 3)
@@ -53,7 +53,7 @@ def test_an_edit_that_agrees_with_itself_is_refused_once_the_ledger_has_the_runs
 
 
 def test_a_promotion_refuses_edits_of_what_a_comparison_froze(lab):
-    """The edited runs are compared anew, without the ledger, and agree with that comparison."""
+    """Compared anew without the ledger, edited runs look consistent; the promotion refuses them."""
     lab.compare("one", ledger=True)
     run = forge(lab)
     for name in SEEDS:
@@ -64,7 +64,7 @@ def test_a_promotion_refuses_edits_of_what_a_comparison_froze(lab):
 
 
 def test_a_promotion_freezes_its_evidence(lab):
-    """The decision has the digests, and says that they were not there before."""
+    """The decision has the digests, and says that they were not frozen before."""
     for name in SEEDS:
         lab.compare(name)
     lab.promote(code=0)
@@ -83,7 +83,7 @@ def test_a_promotion_freezes_its_evidence(lab):
 
 
 def test_evidence_that_was_frozen_before_is_not_labelled(lab):
-    """All that is left is what nobody executed again."""
+    """The only label left is that nothing was executed again."""
     for name in SEEDS:
         lab.compare(name, ledger=True)
     said = lab.promote(code=0)
@@ -95,7 +95,7 @@ def test_evidence_that_was_frozen_before_is_not_labelled(lab):
 
 
 def test_copies_do_not_count_a_second_time(lab):
-    """Edited copies elsewhere have the cycle, arm and seed of runs that are frozen."""
+    """Edited copies of frozen runs, with the same cycle, arm and seed, are refused."""
     lab.compare("one", ledger=True)
     lab.runs["one"] = shutil.copytree(lab.runs["one"], lab.root / "elsewhere")
     lab.compare("one", ledger=True)  # the same bytes are the same evidence
@@ -106,7 +106,7 @@ def test_copies_do_not_count_a_second_time(lab):
 
 
 def test_two_versions_of_one_cycle_never_both_count(lab):
-    """Neither was frozen, and both are given: the second one contradicts the first."""
+    """Given two versions of one cycle, neither frozen, the second contradicts the first."""
     for name in SEEDS:
         lab.compare(name)
     lab.runs["one"] = shutil.copytree(lab.runs["one"], lab.root / "elsewhere")
@@ -119,7 +119,7 @@ def test_two_versions_of_one_cycle_never_both_count(lab):
 
 
 def test_a_seed_that_was_run_twice_does_not_count_twice(lab):
-    """The better of two runs must not be in the mean."""
+    """The better of two runs of one seed must not enter the mean."""
     lab.compare("two")
     run = lab.run("burn", 3)
     shutil.copytree(run.path, run.path.with_name("99_again"))
@@ -134,7 +134,7 @@ def test_a_seed_that_was_run_twice_does_not_count_twice(lab):
 
 
 def test_an_exploratory_comparison_refuses_edited_runs_too(lab):
-    """Else the edited page would be shown, if not promoted."""
+    """Otherwise the page of an edited run would be shown, even if nothing could be promoted."""
     lab.compare("one", ledger=True)
     run = forge(lab)
     path = f"path=[{run.path},{lab.run('burn', 2).path}]"
@@ -143,7 +143,7 @@ def test_an_exploratory_comparison_refuses_edited_runs_too(lab):
 
 
 def test_an_exploratory_comparison_freezes_nothing(lab):
-    """Two seeds of three are no evidence for the cycle."""
+    """Two of three seeds are no evidence for the cycle, so nothing is frozen."""
     shutil.rmtree(lab.run("burn", 3).path)
     shutil.rmtree(lab.run("qlora", 3).path)
     lab.compare("one", ledger=True)
@@ -152,7 +152,7 @@ def test_an_exploratory_comparison_freezes_nothing(lab):
 
 @pytest.mark.parametrize("kept", [[0, 1, 3], [0, 1, 3, 2], [1, 2, 3]])
 def test_an_entry_of_evidence_cannot_be_dropped_or_moved(lab, kept):
-    """Two comparisons froze the cycles in entries 3 and 4."""
+    """Two comparisons froze the cycles in entries 3 and 4, and both must stay where they are."""
     for name in SEEDS:
         lab.compare(name, ledger=True)
     lines = lab.ledger.read_text("utf-8").splitlines(keepends=True)
@@ -162,7 +162,7 @@ def test_an_entry_of_evidence_cannot_be_dropped_or_moved(lab, kept):
 
 
 def test_a_ledger_that_was_cut_before_its_evidence_is_found_by_the_comparison(lab):
-    """It carries the digest of the entry that froze its runs."""
+    """The comparison has the digest of the entry that froze its runs, which the ledger lacks."""
     for name in SEEDS:
         lab.compare(name, ledger=True)
     lines = lab.ledger.read_text("utf-8").splitlines(keepends=True)
@@ -177,7 +177,7 @@ def test_a_ledger_that_was_cut_before_its_evidence_is_found_by_the_comparison(la
     ids=["nothing", "kind", "version", "decision", "shape"],
 )
 def test_an_entry_says_what_its_kind_says(lab, change):
-    """Hashed again at the end of the ledger, where no later entry would tell."""
+    """The last entry is rehashed, so that no later entry contradicts it."""
     lab.compare("one", ledger=True)
     *before, entry = lab.entries()
     entry |= change
@@ -189,13 +189,13 @@ def test_an_entry_says_what_its_kind_says(lab, change):
 
 
 def race(overrides, start):
-    """Run a command in a process of its own, as soon as all of them are there."""
+    """Run commands in processes of their own, all starting at the same moment."""
     start.wait()
     raise SystemExit(cli.main(overrides))
 
 
 def test_of_two_promoters_at_once_one_freezes_and_the_other_is_refused(lab):
-    """One has the honest runs of cycle one, the other a forged copy of them that promotes too."""
+    """One has the honest runs of a cycle, the other a forged copy that would promote as well."""
     for name in SEEDS:
         lab.compare(name)
     lab.runs["one"] = shutil.copytree(lab.runs["one"], lab.root / "elsewhere")
@@ -225,7 +225,7 @@ def test_of_two_promoters_at_once_one_freezes_and_the_other_is_refused(lab):
 
 
 def test_a_past_decision_comes_out_the_same_with_its_frozen_evidence(lab):
-    """And otherwise once a run is edited, hashes and all."""
+    """The decision is repeated exactly, unless a run is edited, even with its hashes."""
     for name in SEEDS:
         lab.compare(name, ledger=True)
     lab.promote(code=0)
@@ -236,7 +236,7 @@ def test_a_past_decision_comes_out_the_same_with_its_frozen_evidence(lab):
 
 
 def test_a_decision_of_a_ledger_of_version_2_is_made_again_and_labelled(lab):
-    """It has no digests of runs; those of its comparisons are what it rests on."""
+    """Such a decision has no digests of runs; it is labelled and rests on its comparisons alone."""
     for name in SEEDS:
         lab.compare(name)
     lab.promote(code=0)

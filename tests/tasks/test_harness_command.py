@@ -23,7 +23,7 @@ doc_to_target: "{{{{a - 1}}}}"
 
 
 def test_training_ends_with_the_harness_tasks_of_base_and_tuned(tmp_path, train_in):
-    """One scorecard, with the harness's figures of both; asked again, it says the same."""
+    """One scorecard has the harness's figures of base and tuned; an evaluation repeats them."""
     data, tasks = tmp_path / "sums.jsonl", tmp_path / "tasks"
     data.write_text("".join(json.dumps({"a": a}) + "\n" for a in (1, 2, 1)))
     tasks.mkdir()

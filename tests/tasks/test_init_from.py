@@ -1,4 +1,4 @@
-"""A run that starts from the adapter of another one: the second phase of a curriculum."""
+"""Runs that start from the adapter of another run: the second phase of a curriculum."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def validations(run):
 
 @pytest.fixture(scope="module")
 def second(finished, train_in, tmp_path_factory):
-    """Two steps from the adapter of `finished`; only to be read."""
+    """Two steps from the adapter of `finished`; do not change it."""
     directory = tmp_path_factory.mktemp("second") / "run"
     return train_in(directory, f"lora.init_from={finished.path}", "trainer.max_steps=2", "seed=7")
 
 
 def test_training_starts_from_the_adapter(finished, second):
-    """Its loss before the first step is the one that the other run ended with."""
+    """The loss before the first step is the final loss of the other run."""
     theirs, ours = Manifest.read(finished.manifest).results, Manifest.read(second.manifest).results
     assert ours["initial_val_loss"] == theirs["tuned_val_loss"]
     assert ours["base_val_loss"] == theirs["base_val_loss"]
@@ -48,7 +48,7 @@ def test_training_starts_from_the_adapter(finished, second):
 
 
 def test_its_optimizer_is_fresh(finished, second):
-    """Two steps are all that the optimizer of the new run has taken."""
+    """The optimizer of the new run has counted only its own two steps."""
     checkpoint = torch.load(second.checkpoint(2), weights_only=True)
     states = checkpoint["optimizer_states"][0]["state"].values()
     assert {int(state["step"]) for state in states} == {2}
@@ -59,7 +59,7 @@ def test_its_optimizer_is_fresh(finished, second):
 
 
 def test_the_adapter_is_an_input_on_record(finished, second):
-    """By content, with the base it was trained on, and where it lay."""
+    """The inputs have the adapter's hash, the base it was trained on, and its path."""
     manifest = Manifest.read(second.manifest)
     assert manifest.inputs["init_from"] == {
         "path": str(finished.adapter.resolve()),
@@ -70,7 +70,7 @@ def test_the_adapter_is_an_input_on_record(finished, second):
 
 
 def test_a_peft_directory_starts_the_same_run(finished, second, train_in, tmp_path):
-    """Copied away from its run, so that only the files of PEFT's own are there."""
+    """The directory is copied out of its run, so that it has only PEFT's own files."""
     shutil.copytree(finished.peft, tmp_path / "peft")
     run = train_in(
         tmp_path / "run", f"lora.init_from={tmp_path / 'peft'}", "trainer.max_steps=2", "seed=7"
@@ -82,7 +82,7 @@ def test_a_peft_directory_starts_the_same_run(finished, second, train_in, tmp_pa
 
 
 def test_latest_is_settled_when_the_command_is_given(train_in, tmp_path, monkeypatch):
-    """The record names the run that it was, and reads back so when the new one goes on."""
+    """The record has the run's path instead of the word, and reads back when the run is resumed."""
     monkeypatch.chdir(tmp_path)
     first = train_in("outputs/train/default/a", ONE)
     run = train_in("outputs/train/default/b", ONE, "lora.init_from=latest")
@@ -92,7 +92,7 @@ def test_latest_is_settled_when_the_command_is_given(train_in, tmp_path, monkeyp
 
 
 def test_a_killed_second_phase_goes_on_to_the_same_bytes(finished, broken, train_in, tmp_path):
-    """Before its first checkpoint too, when the adapter is read again."""
+    """The run resumes from a checkpoint or, killed earlier, reads the adapter again."""
     start = f"lora.init_from={finished.path}"
     through = train_in(tmp_path / "through", start)
     for at in (2, 13):
@@ -103,14 +103,14 @@ def test_a_killed_second_phase_goes_on_to_the_same_bytes(finished, broken, train
 
 
 def test_an_adapter_that_has_changed_is_refused_on_resume(train_in, broken, tmp_path, capsys):
-    """The run would not be the one that was started."""
+    """With another adapter, the run would not be the one that was started."""
     first = train_in(tmp_path / "first", ONE)
     run = broken(tmp_path / "run", 2, f"lora.init_from={first.path}")
     other = train_in(tmp_path / "other", ONE, "seed=9")
     shutil.copy(other.adapter / "adapter.safetensors", first.adapter)
     manifest, name = Manifest.read(first.manifest), "adapter/adapter.safetensors"
     manifest.outputs[name] = Manifest.read(other.manifest).outputs[name]
-    manifest.write(first.manifest)  # else its own hash would refuse it
+    manifest.write(first.manifest)  # or else its own hash would refuse it
     capsys.readouterr()
     assert cli.main([f"resume={run.path}"]) == 2
     assert "inputs.adapter_sha256" in capsys.readouterr().err
@@ -132,14 +132,14 @@ def test_an_adapter_of_another_run_is_refused(
     overrides,
     text,
 ):
-    """Another rank, other layers, or another base, before its weights are loaded."""
+    """Another rank, other layers or another base is refused before weights are loaded."""
     capsys.readouterr()
     train_in(tmp_path / "run", f"lora.init_from={finished.path}", *overrides, code=2)
     assert text in capsys.readouterr().err
 
 
 def test_sigilderg_s_phases_chain(rows_file, tmp_path, monkeypatch):
-    """Both presets on a tiny model and a CPU: few steps, their rates, one adapter through both."""
+    """Both presets on a tiny model and a CPU: few steps, their own rates, one adapter."""
     monkeypatch.chdir(tmp_path)
     small = {
         "trainer.max_steps": 3,
@@ -168,7 +168,7 @@ def test_sigilderg_s_phases_chain(rows_file, tmp_path, monkeypatch):
 
 
 def test_a_preset_for_a_gpu_is_refused_elsewhere_with_what_would_run(capsys, rows_file):
-    """The paged optimizer alone is in the way; overriding it is enough."""
+    """Only the paged optimizer needs a GPU, and overriding it is enough."""
     command = ["task=plan", "preset=sigilderg_phase1", "model=tiny_llama", "trainer=cpu"]
     data = ["data=jsonl", f"data.path={rows_file}", "data.seq_len=192"]
     assert cli.main([*command, *data]) == 2

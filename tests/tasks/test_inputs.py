@@ -30,20 +30,20 @@ def test_equal_hashes_pass_whatever_the_names():
 
 
 def test_a_new_run_has_nothing_to_compare():
-    """Its record is empty, and a side without a hash proves nothing."""
+    """A new run has an empty record, and an input without a hash proves nothing."""
     refuse_changed({}, RECORDED)
     refuse_changed(RECORDED, {})
 
 
 def test_another_hash_is_refused_by_its_dotted_name():
-    """Both hashes are in the message."""
+    """The message names the input by its dotted key and has both hashes."""
     now = {**RECORDED, "data": {"rows_sha256": "cc", "train_rows": 3}}
     with pytest.raises(RequestError, match=r"inputs\.data\.rows_sha256.*found cc.*expected bb"):
         refuse_changed(RECORDED, now)
 
 
 def test_all_changes_are_reported_together():
-    """Two other hashes are two problems."""
+    """Two changed hashes are reported as two problems."""
     now = {"base_weights_sha256": "xx", "data": {"rows_sha256": "yy"}}
     with pytest.raises(Problems) as caught:
         refuse_changed(RECORDED, now)
@@ -54,7 +54,7 @@ def test_all_changes_are_reported_together():
 
 
 def test_card_that_was_fetched_tells_the_origin(cell, tiny_base, tmp_path):
-    """What was null when the run opened is known then, and no longer said to be unknown."""
+    """The origin is unknown when the run opens; the fetched card gives it and removes the note."""
     config = copy.deepcopy(cell.config)
     manifest = Manifest(
         run_id="r",
@@ -79,7 +79,7 @@ def test_card_that_was_fetched_tells_the_origin(cell, tiny_base, tmp_path):
 
 
 def test_bad_rows_are_kept_in_the_run_where_there_are_any(tmp_path):
-    """A run whose rows were all good has no such file."""
+    """Only a run that met bad rows has a file of them."""
     run = RunDir(tmp_path)
     good = Rows(source="jsonl", train=[], val=[], heldout=[], sha256="aa")
     keep_bad_rows(run, good)

@@ -1,4 +1,4 @@
-"""task=inspect, typed as a user would: what something is, and where it came from."""
+"""The command task=inspect, typed as a user would: what something is, and where it came from."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mens_exp.artifacts.run_dir import RunDir
 
 
 def test_a_run_is_told_layer_by_layer(finished, inspect):
-    """Base, keys and shapes; the norm of a delta is that of the product itself."""
+    """Base, keys and shapes are listed; the norm of a delta is that of the product itself."""
     found = inspect(finished.path)
     manifest, tensors = read_adapter(finished.adapter)
     ours = Manifest.read(finished.manifest)
@@ -43,7 +43,7 @@ def test_a_run_is_told_layer_by_layer(finished, inspect):
 
 
 def test_it_reads_and_is_on_record_like_every_task(finished, typed, tmp_path):
-    """The table on the terminal; the record is an output of the task's own run."""
+    """The terminal shows a table; the record is an output of the task's own run."""
     said = typed("task=inspect", f"path={finished.path}", "hydra.run.dir=own")
     assert "model.layers.0.self_attn.q_proj.weight" in said
     assert "eff. rank" in said
@@ -60,7 +60,7 @@ def test_every_form_of_an_adapter_has_the_same_deltas(
     tmp_path,
     form,
 ):
-    """An export shows its certificate, and leads back to the run and its base."""
+    """Every form has the same deltas; an export shows its certificate, its run and its base."""
     trained = inspect(finished.path)
     beside = tmp_path / "runs"
     shutil.copytree(finished.path, beside / "run")
@@ -79,7 +79,7 @@ def test_every_form_of_an_adapter_has_the_same_deltas(
 
 
 def test_a_peft_directory_of_another_family_is_read_by_its_names(train_in, inspect, tmp_path):
-    """GPT-2's modules, apart from any run; how its base was quantized nobody tells."""
+    """GPT-2's modules are read by name, outside any run; the base's quantization is unknown."""
     run = train_in(tmp_path / "gpt2", "model=tiny_gpt2", "trainer.max_steps=1")
     expected = inspect(run.path)
     found = inspect(shutil.copytree(run.peft, tmp_path / "alone"))
@@ -90,7 +90,7 @@ def test_a_peft_directory_of_another_family_is_read_by_its_names(train_in, inspe
 
 
 def test_a_run_of_every_weight_has_no_layers(train_in, inspect, tmp_path):
-    """Neither in the run nor in its training state, and both say why."""
+    """Neither the run nor its training state has layers, and both say why."""
     run = train_in(tmp_path / "full", "backend=full", "optim.lr=1e-5", "trainer.max_steps=1")
     for path in (run.path, run.checkpoint(1)):
         found = inspect(path)
@@ -99,7 +99,7 @@ def test_a_run_of_every_weight_has_no_layers(train_in, inspect, tmp_path):
 
 
 def test_a_written_adapter_whose_run_is_gone_says_so(finished, typed, inspect, tmp_path):
-    """The hash of the adapter that it was made from stays."""
+    """The hash of the adapter that it was made from is still shown."""
     run = shutil.copytree(finished.path, tmp_path / "run")
     typed("task=export", f"path={run}", "format=v3", f"out={tmp_path / 'gone' / 'out'}")
     shutil.rmtree(run)
@@ -112,7 +112,7 @@ def test_a_written_adapter_whose_run_is_gone_says_so(finished, typed, inspect, t
 
 
 def test_a_damaged_record_beside_it_hides_no_run(finished, inspect, tmp_path):
-    """The run of an adapter is looked for among others, of which one is no JSON."""
+    """The search for the adapter's run skips a manifest that is not JSON."""
     shutil.copytree(finished.path, tmp_path / "runs" / "run")
     (tmp_path / "runs" / "broken").mkdir()
     (tmp_path / "runs" / "broken" / "manifest.json").write_text("{", "utf-8")
@@ -122,13 +122,13 @@ def test_a_damaged_record_beside_it_hides_no_run(finished, inspect, tmp_path):
 
 
 def test_a_checkpoint_tells_step_optimizer_and_whether_it_goes_on(finished, inspect):
-    """The last state has the run's adapter; the one before it is not what a resume takes."""
+    """The last state has the run's adapter; it is not resumable, as the run has ended."""
     found = inspect(finished.checkpoint(4))
     trained = inspect(finished.path)
     assert (found.kind, found.checkpoint is not None) == (ArtifactKind.CHECKPOINT, True)
     assert found.checkpoint is not None
     assert found.checkpoint["step"] == 4
-    # AdamW keeps a step, a mean and a mean square for each of A and B of each layer.
+    # AdamW keeps a step, a mean and a mean square for A and B of each layer.
     assert found.checkpoint["optimizer_tensors"] == 3 * 2 * len(trained.layers)
     assert "has ended" in found.checkpoint["why"]
     for name, layer in trained.layers.items():
@@ -138,7 +138,7 @@ def test_a_checkpoint_tells_step_optimizer_and_whether_it_goes_on(finished, insp
 
 
 def test_a_checkpoint_without_its_optimizer_goes_nowhere(finished, inspect, tmp_path):
-    """Nor has it a scale, when it lies in no run."""
+    """It cannot be resumed, and outside a run it has no scale either."""
     import torch
 
     state = torch.load(finished.checkpoint(4), weights_only=True)
@@ -153,7 +153,7 @@ def test_a_checkpoint_without_its_optimizer_goes_nowhere(finished, inspect, tmp_
 
 
 def test_a_stopped_runs_last_state_is_resumable(broken, inspect, tmp_path):
-    """Cancelled in the fourth step, with a state of the second."""
+    """The run was cancelled in its fourth step; its state is of the second."""
     run = broken(tmp_path / "stopped", 13)
     found = inspect(run.last_checkpoint())
     assert found.checkpoint is not None
@@ -162,7 +162,7 @@ def test_a_stopped_runs_last_state_is_resumable(broken, inspect, tmp_path):
 
 
 def test_a_truncated_checkpoint_is_refused(finished, typed, tmp_path):
-    """Half a file is no state."""
+    """Half a file is not a training state."""
     whole = finished.checkpoint(4).read_bytes()
     (tmp_path / "step_00000004.ckpt").write_bytes(whole[: len(whole) // 2])
     said = typed("task=inspect", f"path={tmp_path / 'step_00000004.ckpt'}", code=2)
@@ -177,7 +177,7 @@ def test_what_a_merge_wrote_leads_back_to_its_run(
     tmp_path,
     mode,
 ):
-    """A directory and a file of tensors, each by itself or through the run that wrote it."""
+    """A directory and a file of tensors, given by itself or through the run that wrote it."""
     beside = tmp_path / "runs"
     shutil.copytree(finished.path, beside / "run")
     out = beside / ("merged" if mode == "full" else "merged.safetensors")
@@ -209,7 +209,7 @@ def test_a_run_that_began_with_an_adapter_names_all_its_ancestors(
     inspect,
     tmp_path,
 ):
-    """Base, first run, its adapter, second run; a first run that is gone is said to be missing."""
+    """Base, first run, its adapter, second run; a deleted first run is said to be missing."""
     first = shutil.copytree(finished.path, tmp_path / "runs" / "first")
     second = train_in(tmp_path / "runs" / "second", f"lora.init_from={first}")
     line = inspect(second.path).lineage
@@ -223,7 +223,7 @@ def test_a_run_that_began_with_an_adapter_names_all_its_ancestors(
 
 
 def test_a_dora_tells_how_far_its_lengths_moved(train_in, inspect, tmp_path):
-    """Against the lengths of the 4-bit rows that it began with, by an adapter set to these."""
+    """Magnitudes scaled by 1.25 show as a change of 0.25 from the rows of the 4-bit base."""
     from safetensors.numpy import load_file, save_file
 
     run = train_in(tmp_path / "dora", "lora.variant=dora", "optim.lr=1e-9")
@@ -242,7 +242,7 @@ def test_a_dora_tells_how_far_its_lengths_moved(train_in, inspect, tmp_path):
 
 
 def test_nothing_that_can_be_inspected_is_refused(typed, tmp_path):
-    """A path that is not there, an empty directory, a file of something else."""
+    """A missing path, an empty directory and a file of another kind are refused."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "notes.txt").write_text("no", "utf-8")
     for name, message in {
@@ -256,7 +256,7 @@ def test_nothing_that_can_be_inspected_is_refused(typed, tmp_path):
 
 
 def test_a_file_of_rows_is_told_how_to_see_it(typed, tmp_path):
-    """The command of the refusal shows its rows."""
+    """The command in the message, when run, shows the file's rows."""
     rows = tmp_path / "my rows.jsonl"
     pairs = ({"prompt": f"Say {n}.", "response": f"{n}"} for n in range(40))
     rows.write_text("".join(json.dumps(one) + "\n" for one in pairs), "utf-8")
@@ -286,18 +286,18 @@ def test_a_file_of_rows_is_told_how_to_see_it(typed, tmp_path):
     ids=str,
 )
 def test_a_command_that_asks_for_nothing_is_refused(typed, overrides, message):
-    """Exit code 2, before a run opens."""
+    """Exit code 2, before a run directory is created."""
     assert message in typed(*overrides, code=2)
 
 
 def test_only_a_run_can_be_replayed(finished, typed):
-    """An adapter has no steps."""
+    """An adapter has no steps that could be replayed."""
     said = typed("task=inspect", f"path={finished.adapter}", "inspect.replay=true", code=2)
     assert "no run whose steps" in said
 
 
 def test_values_that_are_not_finite_are_refused(finished, typed, tmp_path):
-    """A NaN in one matrix, named by its layer."""
+    """A NaN in one matrix is refused, and its layer named."""
     from safetensors.numpy import load_file, save_file
 
     place = shutil.copytree(finished.adapter, tmp_path / "adapter")
@@ -310,7 +310,7 @@ def test_values_that_are_not_finite_are_refused(finished, typed, tmp_path):
 
 
 def test_the_json_and_the_table_are_of_one_record(finished, inspect, tmp_path):
-    """The file has the format's name and version, and sorted keys."""
+    """The file has the format's name and version, and its keys are sorted."""
     inspect(finished.path)
     text = json.loads((tmp_path / "here" / "inspection_0" / "inspection.json").read_text("utf-8"))
     assert (text["format"], text["version"]) == ("mens_exp_inspection", 2)
@@ -318,7 +318,7 @@ def test_the_json_and_the_table_are_of_one_record(finished, inspect, tmp_path):
 
 
 def test_a_run_whose_process_was_killed_is_interrupted(finished, typed, tmp_path):
-    """Its manifest says that it has started, as that of a run at work."""
+    """The manifest of a killed process says started, as that of a run at work does."""
     run = RunDir(shutil.copytree(finished.path, tmp_path / "killed"))
     manifest = Manifest.read(run.manifest)
     manifest.status = Status.STARTED

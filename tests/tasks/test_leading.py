@@ -1,4 +1,4 @@
-"""The first process of a run, and what it leaves behind."""
+"""The first process of a distributed run, and the files it leaves behind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_one_that_waits_for_the_dead_for_ever_gives_up_and_clears_up(
     tmp_path,
     monkeypatch,
 ):
-    """It ends without going through its blocks, which a GPU's collective would never leave."""
+    """It exits without unwinding its blocks, which would wait for a GPU collective for ever."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     monkeypatch.setattr(distributed, "STUCK_S", 0.1)

@@ -1,4 +1,4 @@
-"""A full disk is not told as a bug."""
+"""Faults of the machine, such as a full disk, are not reported as bugs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FAULTS = [
 
 @pytest.mark.parametrize(("error", "said"), FAULTS)
 def test_errors_of_the_machine_are_named(capsys, tmp_path, error, said):
-    """With exit code 3 and something to do, also where another error came of them."""
+    """Exit code 3 with a remedy, even if the fault caused another error."""
 
     def work():
         raise RuntimeError("the writer has stopped") from error
@@ -45,7 +45,7 @@ def test_errors_of_the_machine_are_named(capsys, tmp_path, error, said):
 
 
 def test_where_there_is_no_space_is_named():
-    """As the system tells it."""
+    """The disk without space is named as the system reports it."""
     fault = machine_fault(FULL)
     assert fault is not None
     assert fault.where == "/data/x.npy"
@@ -54,7 +54,7 @@ def test_where_there_is_no_space_is_named():
 
 @pytest.mark.parametrize(("error", "said"), FAULTS)
 def test_a_fault_of_the_disk_is_known_by_its_remedy(error, said):
-    """All but those of the memory are; what else a record may say is not."""
+    """Every fault but those of memory is one of the disk, and is recognised by its remedy."""
     fault = machine_fault(error, "python -m mens_exp resume=run")
     assert fault is not None
     assert is_of_disk(fault.remedy) == ("memory" not in said)
@@ -67,8 +67,8 @@ OTHERS += [ZeroDivisionError("by our own fault"), ValueError("row 28 of the file
 
 @pytest.mark.parametrize("error", OTHERS)
 def test_other_errors_stay_bugs(capsys, monkeypatch, tmp_path, error):
-    """A file that this program forgot to write is one of its own."""
-    monkeypatch.chdir(tmp_path)  # or this file would be one of the user's
+    """A file that the program itself failed to write is a bug."""
+    monkeypatch.chdir(tmp_path)  # or else this would be a file of the user's
 
     def work():
         raise error
@@ -79,7 +79,7 @@ def test_other_errors_stay_bugs(capsys, monkeypatch, tmp_path, error):
 
 
 def test_an_error_that_was_named_already_stays():
-    """Also a bug in what handles an error of the machine, unless that was its cause."""
+    """An error already named stays, and so does a bug in handling a fault, unless caused by it."""
     named = DataError("cannot be read", where="/data/x")
     named.__cause__ = PermissionError(errno.EACCES, "Permission denied", "/data/x")
     assert machine_fault(named) is None
@@ -89,7 +89,7 @@ def test_an_error_that_was_named_already_stays():
 
 
 def test_a_full_disk_leaves_a_record_that_says_so(cell, tmp_path):
-    """The manifest has the message and the remedy, not a traceback's."""
+    """The manifest has the message and the remedy, not a traceback."""
     from mens_exp.artifacts.run_dir import RunDir
     from mens_exp.tasks.run import open_run
 
@@ -106,7 +106,7 @@ def test_a_full_disk_leaves_a_record_that_says_so(cell, tmp_path):
 
 
 def test_a_run_on_a_full_disk_says_so(train_in, tmp_path, monkeypatch, capsys):
-    """No traceback; the record has the remedy and the exit code too."""
+    """No traceback is printed; the record has the remedy and the exit code too."""
     from mens_exp.training.module import TrainingModule
 
     def full(*_):
@@ -125,7 +125,7 @@ def test_a_run_on_a_full_disk_says_so(train_in, tmp_path, monkeypatch, capsys):
 
 
 def test_a_disk_that_is_full_before_a_run_is_opened_says_so(tmp_path, monkeypatch, capsys):
-    """Hydra writes first, outside of any run."""
+    """Hydra writes first, before a run is opened."""
     from hydra.core import utils
 
     from mens_exp import cli
@@ -139,7 +139,7 @@ def test_a_disk_that_is_full_before_a_run_is_opened_says_so(tmp_path, monkeypatc
 
 
 def test_what_a_killed_run_left_half_written_is_removed(cell, tmp_path):
-    """A run that was killed before it had a manifest leaves a temporary file of its settings."""
+    """A run killed before it had a manifest leaves a temporary file of its configuration."""
     from mens_exp.tasks.run import open_run
 
     directory = tmp_path / "run"
@@ -151,7 +151,7 @@ def test_what_a_killed_run_left_half_written_is_removed(cell, tmp_path):
 
 
 class Called:
-    """What a pickle would have torch call."""
+    """An object whose unpickling makes torch call a function."""
 
     def __reduce__(self):
         return print, ("called",)
@@ -174,7 +174,7 @@ class Called:
     ],
 )
 def test_a_training_state_that_is_none_is_refused(tmp_path, capsys, content):
-    """Whatever torch's reader fails with, and nothing in it is called."""
+    """Any failure of torch's reader is a refusal, and nothing in the file is called."""
     import torch
 
     from mens_exp.tasks.adapter_anatomy import read_state
@@ -190,7 +190,7 @@ def test_a_training_state_that_is_none_is_refused(tmp_path, capsys, content):
 
 
 def test_a_cache_that_cannot_keep_measurements_does_not_fail_a_run(train_in, tmp_path, monkeypatch):
-    """Token counts and the comparison with transformers are made again by the next run."""
+    """Token counts and the comparison with transformers are computed again by the next run."""
     own = tmp_path / "cache"
     own.mkdir()
     for name in ("reference", "data_contract"):

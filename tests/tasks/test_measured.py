@@ -11,14 +11,14 @@ from mens_exp.tasks.plan import keep_measurement, note_plan, step_s
 
 
 def test_finished_run_is_in_the_ledger(finished, cache):
-    """Once, with what its own plan predicted and its own record measured."""
+    """One ledger line has what the run's plan predicted and what its record measured."""
     manifest = Manifest.read(finished.manifest)
     plan = json.loads(finished.plan.read_text("utf-8"))
     contract = manifest.contract or {}
-    mine = (contract["digest"], manifest.run_id)  # others ran it too
+    mine = (contract["digest"], manifest.run_id)  # other tests ran it too
     known = entries(ledger_path(cache))
     found = [e for e in known if (e.contract, e.run_id) == mine]
-    if not found:  # another test emptied the ledger since
+    if not found:  # another test has emptied the ledger since
         keep_measurement(manifest, plan, cache, {})
         found = entries(ledger_path(cache))
     entry = found[-1]
@@ -32,7 +32,7 @@ def test_finished_run_is_in_the_ledger(finished, cache):
 
 
 def test_manifest_and_plan_carry_one_contract(finished):
-    """The digest stands in both, and the report shows it."""
+    """The digest is in both, and the report shows it."""
     manifest = Manifest.read(finished.manifest)
     assert manifest.contract is not None
     digest = manifest.contract["digest"]
@@ -51,7 +51,7 @@ def test_manifest_and_plan_carry_one_contract(finished):
     ],
 )
 def test_the_plan_counts_the_parameters_that_train(train_in, tmp_path, overrides):
-    """As the manifest has read them back from the graph: biases, norms and positions included."""
+    """As the manifest has read them from the graph: biases, norms and positions included."""
     run = train_in(tmp_path / "run", *overrides, "trainer.max_steps=1")
     plan = json.loads(run.plan.read_text("utf-8"))
     facts = Manifest.read(run.manifest).facts
@@ -60,12 +60,12 @@ def test_the_plan_counts_the_parameters_that_train(train_in, tmp_path, overrides
 
 @pytest.fixture
 def results():
-    """A run of ten steps of a hundred tokens at fifty tokens a second."""
+    """The record of ten steps of a hundred tokens, at fifty tokens a second."""
     return {"tokens": 1000, "steps": 10, "tokens_per_s": 50.0, "peak_rss_bytes": 7}
 
 
 def test_mean_step_follows_from_the_rate(results):
-    """A hundred tokens at fifty a second are two seconds; one step alone was never timed."""
+    """A hundred tokens at fifty a second are two seconds; no single step was ever timed."""
     assert step_s(results) == 2.0
     assert step_s({**results, "tokens_per_s": None}) is None
 
@@ -93,7 +93,7 @@ def manifest_of(results):
 
 @pytest.mark.parametrize(("kind", "measured_peak"), [("cpu", 7), ("cuda", 11)])
 def test_peak_is_that_of_the_device(results, tmp_path, kind, measured_peak):
-    """Resident memory on a CPU, the allocator's on a GPU."""
+    """Resident memory on a CPU, the allocator's peak on a GPU."""
     plan = {**PLAN, "device": {"kind": kind, "name": "a device"}}
     keep_measurement(manifest_of({**results, "peak_cuda_bytes": 11}), plan, tmp_path, {})
     (entry,) = entries(ledger_path(tmp_path))
@@ -124,7 +124,7 @@ def test_the_memory_of_a_crowded_process_does_not_raise_a_forecast(train_in, tmp
 
 
 def test_notes_of_the_plan_are_kept_once(results):
-    """Conversion for a phone is the operator's; a run that goes on says so no second time."""
+    """Conversion for a phone is noted once, and not again by a run that is resumed."""
     manifest = manifest_of(results)
     for _ in range(2):
         note_plan(manifest, {"notes": ["conversion is yours"], "warnings": ["it may fail"]})
@@ -132,7 +132,7 @@ def test_notes_of_the_plan_are_kept_once(results):
 
 
 def test_ledger_that_cannot_be_written_is_a_note(results, tmp_path, monkeypatch):
-    """The run has succeeded whatever becomes of its line."""
+    """The run has succeeded even if its ledger line cannot be written, which is noted."""
 
     def full(*_):
         raise OSError("no space left")

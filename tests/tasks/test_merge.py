@@ -1,4 +1,4 @@
-"""A merged directory, loaded by transformers alone, against the graph that holds the adapter."""
+"""Merged directories loaded by transformers alone, compared with the graph that has the adapter."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ MERGED += [("llama", form) for form in FORMS]
 
 
 def graph_on(directory, config, *, std=0.05):
-    """Build the graph of a configuration on a model directory, its adapter not nothing."""
+    """Build a configuration's graph on a model directory, with an adapter that is not zero."""
     config.model = HfModel(id=str(directory))
     graph = build_backend(config, resolve(config.model, directory))
     generator = torch.Generator().manual_seed(0)
@@ -73,7 +73,7 @@ def written(graph, config, directory):
 
 @pytest.fixture(scope="module")
 def merge(tiny_config, rows_file):
-    """Do the task without the command line, whose tests are test_merge_command's."""
+    """Merge without the command line, which test_merge_command tests."""
 
     def merged(adapter, base, out, *overrides):
         text = ["data=jsonl", f"data.path={rows_file}", "parity.tokens=64"]
@@ -90,7 +90,7 @@ def merge(tiny_config, rows_file):
 
 
 def loaded(directory, **how):
-    """Load a model as anyone would; every key of it is there and none is left over."""
+    """Load a model as any user would; no key may be missing or unexpected."""
     from transformers import AutoModelForCausalLM
 
     with quiet():
@@ -125,9 +125,9 @@ def test_the_merged_model_is_the_trained_one(
     merge,
     tmp_path,
 ):
-    """Fused, transposed, gated, capped or windowed: logits within 1e-4 in f32.
+    """Fused, transposed, gated, capped or windowed: logits agree within 1e-4 in f32.
 
-    In every form, onto the base that it was trained on, less what its start took out of it.
+    In every form, onto the base it was trained on, less what its start took out of that base.
     """
     base = family_base(name).directory
     config = tiny_config(F32, *(KINDS | FORMS)[form])
@@ -147,7 +147,7 @@ def test_peft_merges_the_same_into_the_unquantized_base(
     merge,
     tmp_path,
 ):
-    """merge_and_unload of the same adapter's PEFT form, weight for weight; DoRA's lengths too."""
+    """PEFT's merge_and_unload gives the same weights, DoRA's magnitudes included."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -167,7 +167,7 @@ def test_peft_merges_the_same_into_the_unquantized_base(
 
 @pytest.fixture(scope="module")
 def tied_base(family_base, tmp_path_factory):
-    """Tie a family's head to its embedding; return the directory and what is stored there."""
+    """Tie a family's head to its embedding; return the directory and the tensors stored in it."""
     root = tmp_path_factory.mktemp("tied")
 
     @functools.cache
@@ -200,7 +200,7 @@ def test_a_tied_head_with_a_delta_gets_a_weight_of_its_own(
     merge,
     tmp_path,
 ):
-    """The embedding stays as it was; also where the checkpoint was saved without its head."""
+    """The embedding stays unchanged, even if the checkpoint was saved without its tied head."""
     base, stored = tied_base(name, with_prefix=with_prefix)
     config = tiny_config(F32, *KINDS[kind], "lora.targets=[o_proj,lm_head]")
     graph = graph_on(base, config)
@@ -242,7 +242,7 @@ def test_the_dequantized_base_is_bit_for_bit_the_backend_s(
     merge,
     tmp_path,
 ):
-    """With B = 0 nothing is added: every weight, the unquantized ones as they were computed."""
+    """With B = 0 every merged weight equals that of the backend, bit for bit, quantized or not."""
     graph = tiny_backend(*overrides)
     config = tiny_config(*overrides)
     base = graph.base.directory
@@ -272,7 +272,7 @@ def test_the_proxy_s_merged_projections_are_those_of_its_graph(
     merge,
     tmp_path,
 ):
-    """Every projection of the stack and the tied head, and not one tensor more."""
+    """All projections of the stack and the tied head are the graph's, with no further tensor."""
     overrides = [f"model={model}", "backend=proxy", f"quant.compute_dtype={compute}"]
     graph = tiny_backend(*overrides, live=True)
     adapter = written(graph, tiny_config(*overrides), tmp_path / "adapter")

@@ -1,4 +1,4 @@
-"""task=merge as it is typed: bare shards, what it refuses, and what a kill leaves."""
+"""The command task=merge as typed: bare shards, refusals, and what a killed merge leaves."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KEYS = {"mid0": MID, "lm_head": TABLE}
 
 @pytest.fixture
 def ones(tmp_path):
-    """Width 3, vocabulary 4, rank 2, alpha 4, every number one: v2, v3 and the base's shard."""
+    """Width 3, vocabulary 4, rank 2, alpha 4, all ones: v2 and v3 adapters and the base's shard."""
     tensors = {
         "mid0.lora_a": np.ones((2, 3), np.float32),
         "mid0.lora_b": np.ones((3, 2), np.float32),
@@ -62,7 +62,7 @@ FILES = {
 
 
 def typed(here, *overrides, code=0, schema="v2"):
-    """Type the seeds' form in a directory; a later override takes the place of an earlier one."""
+    """Type the seeds' form of the command in a directory; later overrides replace earlier ones."""
     tensors, meta = FILES[schema]
     usual = [
         "task=merge",
@@ -81,7 +81,7 @@ def typed(here, *overrides, code=0, schema="v2"):
 
 @pytest.mark.parametrize("schema", FILES)
 def test_ones_merge_to_five(ones, schema):
-    """1 + (B A = 2) · 4 / 2, in both tensors that have a delta; the norm is left out."""
+    """By hand: 1 + (B A = 2) · 4 / 2 in both tensors with a delta; the norm is left out."""
     record = typed(ones, schema=schema)
     found = load_file(ones / "out.safetensors")
     assert found.keys() == {MID, "lm_head.weight"}
@@ -95,7 +95,7 @@ def test_ones_merge_to_five(ones, schema):
 
 
 def test_the_header_s_quantizer_is_assumed_when_asked_and_said(ones, capsys):
-    """Width 3 is no multiple of its block of 64, which is refused and not computed wrongly."""
+    """Width 3 is no multiple of the block of 64, so the assumed quantizer is refused."""
     typed(ones, "merge.base=dequantized", code=2)
     said = capsys.readouterr()
     assert "records no more of it" in " ".join(said.out.split())
@@ -104,7 +104,7 @@ def test_the_header_s_quantizer_is_assumed_when_asked_and_said(ones, capsys):
 
 
 def test_values_of_an_unknown_quantizer_are_not_taken_for_nf4(ones, capsys):
-    """Asked for the published weights, the merge goes on; the file is that of any other header."""
+    """Onto the published weights it does merge, and writes the same file as for an nf4 header."""
     typed(ones, schema="v3")
     usual = (ones / "out.safetensors").read_bytes()
     (ones / "out.safetensors").unlink()
@@ -121,7 +121,7 @@ def test_values_of_an_unknown_quantizer_are_not_taken_for_nf4(ones, capsys):
 
 
 def test_bytes_are_stable_and_numbers_are_rounded_to_nearest(ones):
-    """A half in bf16's last place goes to the even neighbour."""
+    """The bytes are stable, and a half in bf16's last place rounds to the even neighbour."""
     close = np.array([[1 + 2**-8, 1 + 3 * 2**-8, 1.0]] * 3, np.float32)
     base = {MID: close, TABLE: np.ones((4, 3), np.float32)}
     save_file(base, ones / "base.safetensors")
@@ -135,7 +135,7 @@ def test_bytes_are_stable_and_numbers_are_rounded_to_nearest(ones):
 
 
 def test_a_number_beyond_f16_is_refused(ones, capsys):
-    """It would become infinite in silence."""
+    """A number beyond f16 would silently become infinite."""
     big = {MID: np.full((3, 3), 1e5, np.float32), TABLE: np.ones((4, 3), np.float32)}
     save_file(big, ones / "base.safetensors")
     typed(ones, "merge.dtype=f16", code=2)
@@ -186,7 +186,7 @@ def test_a_command_without_its_parts_is_refused(ones, overrides, reason, capsys)
 
 
 def test_an_output_that_is_there_stays(ones, capsys):
-    """Byte for byte; nothing is replaced."""
+    """An existing output stays byte for byte as it is."""
     (ones / "out.safetensors").write_bytes(b"mine")
     typed(ones, code=2)
     assert "out: already exists" in capsys.readouterr().err
@@ -194,7 +194,7 @@ def test_an_output_that_is_there_stays(ones, capsys):
 
 
 def test_a_disk_without_room_is_told_before(ones, monkeypatch, capsys):
-    """Exit code 3: the machine lacks something."""
+    """Exit code 3, as the machine lacks something."""
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1))
     typed(ones, code=3)
     assert "no room for the merged weights" in capsys.readouterr().err
@@ -202,7 +202,7 @@ def test_a_disk_without_room_is_told_before(ones, monkeypatch, capsys):
 
 @pytest.fixture
 def adapter(tmp_path, tiny_base):
-    """An adapter of one layer of tiny_llama in schema v3."""
+    """A v3 adapter for one layer of tiny_llama."""
     generator = np.random.default_rng(0)
     tensors = {
         "l0.q.lora_a": generator.normal(size=(2, 64)).astype(np.float32),
@@ -234,7 +234,7 @@ def by_path(adapter, base, *overrides, code=0):
 
 
 def split(base, target, *, files=3):
-    """Divide a model's one file into several, with an index."""
+    """Split a model's single file into several, with an index."""
     shutil.copytree(base, target)
     tensors = load_file(base / "model.safetensors")
     (target / "model.safetensors").unlink()
@@ -249,7 +249,7 @@ def split(base, target, *, files=3):
 
 
 def test_another_base_is_refused_unless_that_is_meant(adapter, tiny_base, tmp_path, capsys):
-    """One bit of one weight is another base; its shards, divided otherwise, are too."""
+    """One changed bit is another base, and so are other shards of the same weights."""
     other = split(tiny_base.directory, tmp_path / "other")
     by_path(adapter, other, code=2)
     said = capsys.readouterr().err
@@ -273,7 +273,7 @@ def test_another_base_is_refused_unless_that_is_meant(adapter, tiny_base, tmp_pa
 
 
 def test_a_base_that_was_never_quantized_is_not_dequantized(adapter, tiny_base, capsys):
-    """The adapter's header says so."""
+    """The adapter's header says that its base was not quantized."""
     by_path(adapter, tiny_base.directory, "merge.base=dequantized", code=2)
     assert "trained on an unquantized base" in capsys.readouterr().err
 
@@ -281,7 +281,7 @@ def test_a_base_that_was_never_quantized_is_not_dequantized(adapter, tiny_base, 
 def test_a_quantized_checkpoint_and_an_unnamed_base_are_refused(
     adapter, tiny_base, tmp_path, capsys
 ):
-    """There is nothing to add to in the one, and nothing to find in the other."""
+    """A quantized checkpoint cannot be merged into; an unnamed base cannot be found."""
     other = split(tiny_base.directory, tmp_path / "other")
     config = json.loads((other / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes"}
@@ -312,7 +312,7 @@ checkpoint_files.SafetensorsWriter.write = write
 
 
 def test_a_kill_leaves_nothing_and_the_next_merge_tidies_up(adapter, tiny_base, tmp_path):
-    """In the middle of the weights; the temporary directory is gone after the next merge."""
+    """A merge killed while writing leaves a temporary directory, which the next one removes."""
     command = [sys.executable, "-m", "mens_exp", "task=merge", "logger=none", f"path={adapter}"]
     command += [f"base={tiny_base.directory}", f"out={tmp_path / 'merged'}"]
     command += [f"hydra.run.dir={tmp_path / 'killed'}"]
@@ -333,7 +333,7 @@ def typed_run(here, path, *overrides, code=0):
 
 @pytest.fixture(scope="module")
 def merged_run(finished, tmp_path_factory):
-    """Merge a run to the default place; return the merge's own run and what it printed."""
+    """Merge a run to the default directory; return the merge's own run and the command's output."""
     record = RunDir(tmp_path_factory.mktemp("merged") / "record")
     with redirect_stdout(io.StringIO()) as said:
         assert (
@@ -351,7 +351,7 @@ def merged_run(finished, tmp_path_factory):
 
 
 def test_a_merge_is_mirrored_with_its_certificate(merged_run, mirrored):
-    """As the run of a merge, with what it decided and the certificate, and without weights."""
+    """W&B gets the merge as a run with its decisions and certificate, but without weights."""
     record, _ = merged_run
     found = mirrored(record)
     (run,) = (one["run"] for one in found if one["type"] == "run")
@@ -368,7 +368,7 @@ def test_a_merge_is_mirrored_with_its_certificate(merged_run, mirrored):
 def test_a_run_its_peft_view_and_a_copy_of_that_merge_alike(
     finished, merged_run, tiny_base, tmp_path, capsys
 ):
-    """The run names its base; elsewhere a PEFT directory is told its base, and how that was."""
+    """A run records its base; elsewhere a PEFT directory needs the base and its quantizer."""
     for name in ("view", "copy"):
         (tmp_path / name).mkdir()
     record, said = merged_run
@@ -388,7 +388,7 @@ def test_a_run_its_peft_view_and_a_copy_of_that_merge_alike(
 
 
 def test_a_merged_run_is_a_whole_directory(finished, merged_run):
-    """Tokenizer, the template that it was trained in, a card, and the run's own."""
+    """The directory has tokenizer, chat template, model card and the files of the merge's run."""
     from transformers import AutoTokenizer
 
     run, _ = merged_run
@@ -405,14 +405,14 @@ def test_a_merged_run_is_a_whole_directory(finished, merged_run):
 
 
 def test_the_default_place_is_the_merge_s_own_run(merged_run):
-    """Its files are among the outputs that the record vouches for."""
+    """The files are hashed among the outputs of the merge's run."""
     run, _ = merged_run
     outputs = Manifest.read(run.manifest).outputs
     assert outputs["merged/model.safetensors"] == sha256_file(run.path / "merged/model.safetensors")
 
 
 def test_a_run_that_trained_every_weight_has_nothing_to_merge(finished, tmp_path, capsys):
-    """It is named as the model that it is."""
+    """A run of full fine-tuning has no adapter; the message names its model instead."""
     run = RunDir(shutil.copytree(finished.path, tmp_path / "full"))
     run.adapter.rename(run.weights)
     typed_run(tmp_path, run.path, code=2)
@@ -420,7 +420,7 @@ def test_a_run_that_trained_every_weight_has_nothing_to_merge(finished, tmp_path
 
 
 def test_a_directory_of_a_burn_checkpoint_names_the_right_command(tmp_path, capsys):
-    """Neither our files nor PEFT's are in it."""
+    """It has neither our files nor PEFT's, so the message names the command that merges it."""
     (tmp_path / "burn").mkdir()
     (tmp_path / "burn" / "model.bin").write_bytes(b"")
     typed_run(tmp_path, tmp_path / "burn", code=2)
@@ -429,7 +429,7 @@ def test_a_directory_of_a_burn_checkpoint_names_the_right_command(tmp_path, caps
 
 @pytest.mark.parametrize("key", ["data.seq_len=64", "tokenizer.allow_control_text=true"])
 def test_what_the_run_answers_itself_is_refused(finished, tmp_path, key, capsys):
-    """Its certificate is measured on its own rows; another setting of them would do nothing."""
+    """A certificate is measured on the run's own rows; other settings of them have no effect."""
     out = tmp_path / "merged"
     assert cli.main(["task=merge", "logger=none", f"path={finished.path}", f"out={out}", key]) == 2
     said = capsys.readouterr().err

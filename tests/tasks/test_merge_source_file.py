@@ -23,7 +23,7 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.export.parity import merged_stack
 from mens_exp.model.quiet import quiet
 
-V, D, R, ALPHA = 11, 6, 3, 16  # 16/3 is no power of two: what is rounded first can be seen
+V, D, R, ALPHA = 11, 6, 3, 16  # 16/3 is no power of two, so the order of rounding shows
 GPT2 = {"mid0": "h.0.attn.c_proj.weight", "mid1": "h.1.attn.c_proj.weight"}
 LLAMA = {f"mid{i}": f"model.layers.{i}.self_attn.o_proj.weight" for i in range(2)}
 FAMILIES = {
@@ -34,7 +34,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def base_of(keys, dtype=torch.float32):
-    """Draw a base, with a tensor beside those that a merge touches."""
+    """Draw a base that has a tensor besides those that a merge changes."""
     draw = torch.Generator().manual_seed(1)
     shapes = {key: (V, D) if name == "lm_head" else (D, D) for name, key in keys.items()}
     shapes |= {"untouched.weight": (D,)}
@@ -42,7 +42,7 @@ def base_of(keys, dtype=torch.float32):
 
 
 def adapter_of(keys):
-    """Draw matrices of sixteenths, whose product is exact in f32 whoever sums it up."""
+    """Draw matrices of sixteenths, whose product is exact in f32 in any order of summation."""
     draw = np.random.default_rng(2)
     rows = {name: V if name == "lm_head" else D for name in keys}
     made = {f"{name}.lora_a": draw.integers(-32, 33, (R, D)) / 16 for name in keys}
@@ -55,14 +55,14 @@ def expected_file(keys, base, adapter):
     merged = {}
     for name, key in keys.items():
         delta = adapter[f"{name}.lora_b"] @ adapter[f"{name}.lora_a"] * np.float32(ALPHA / R)
-        # GPT-2 stores projections [in, out]; theirs added the delta the wrong way round.
+        # GPT-2 stores projections [in, out]; the source added the delta untransposed.
         delta = delta.T if "c_proj" in key else delta
         merged[key] = np.ascontiguousarray(base[key].float().numpy() + delta)
     return safetensors.numpy.save(merged)
 
 
 def sidecar(keys, schema):
-    """Type a sidecar as the source system's trainer wrote it."""
+    """Write a sidecar file as the source system's trainer did."""
     common = {
         "layer_order": list(keys),
         "base_key_map": keys,
@@ -101,7 +101,7 @@ def typed(here, keys, base, schema, *overrides, adapter=None, code=0):
 @pytest.mark.parametrize("schema", ["v2", "v3"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_file_is_the_source_s_byte_for_byte(family, schema, dtype, tmp_path):
-    """Names, order, header and every bit of every number, whatever the base is stored in."""
+    """Names, order, header and every bit of the numbers agree for each dtype of the base."""
     keys = FAMILIES[family]
     base = base_of(keys, dtype)
     asked = ["merge.untie=false", "merge.dtype=f32"]
@@ -111,7 +111,7 @@ def test_the_file_is_the_source_s_byte_for_byte(family, schema, dtype, tmp_path)
 
 
 def test_products_that_are_not_exact_agree_to_the_source_s_tolerance(tmp_path):
-    """Its own tests ask for 1e-5; libraries may sum a product of ranks in another order."""
+    """Within 1e-5, as the source's tests ask: libraries may sum products in another order."""
     keys = FAMILIES["llama"]
     base, draw = base_of(keys), np.random.default_rng(3)
     adapter = adapter_of(keys)
@@ -125,7 +125,7 @@ def test_products_that_are_not_exact_agree_to_the_source_s_tolerance(tmp_path):
 
 
 def test_the_head_alone_gets_a_name_of_its_own_unless_asked(tmp_path):
-    """The same numbers either way; only untie=false says that the embedding moves."""
+    """The numbers are the same either way; only untie=false says that the embedding changes."""
     keys = FAMILIES["gpt2"]
     for name, asked in (("own", []), ("shared", ["merge.untie=false"])):
         (tmp_path / name).mkdir()
@@ -156,7 +156,7 @@ def test_the_head_alone_gets_a_name_of_its_own_unless_asked(tmp_path):
     ids=["no head", "untied base"],
 )
 def test_a_head_that_shares_nothing_is_refused(change, reason, tmp_path, capsys):
-    """The setting would do nothing, or change another weight than the one that was trained."""
+    """Without a tied embedding the setting has no effect, or would change an untrained weight."""
     keys = dict(FAMILIES["gpt2"])
     base = base_of(keys)
     change(keys, base)
@@ -170,7 +170,7 @@ F32 = "quant.compute_dtype=f32"
 
 @pytest.fixture
 def merged(tiny_backend, tiny_config, rows_file, tmp_path):
-    """Merge a filled adapter of tiny_llama, whose head is tied, by its directory."""
+    """Merge a filled adapter of tiny_llama, whose head is tied, given by its directory."""
 
     def merge(graph, config, name, *asked, code=0):
         adapter = tmp_path / "adapter"
@@ -189,7 +189,7 @@ def merged(tiny_backend, tiny_config, rows_file, tmp_path):
 def test_a_whole_model_that_stays_tied_is_measured_and_set_aside(
     merged, tiny_backend, tiny_config, capsys
 ):
-    """Its loss is not the trained model's; accepted, transformers finds one moved table."""
+    """The loss is not the trained model's; if accepted, transformers finds one moved table."""
     from transformers import AutoModelForCausalLM
 
     overrides = ["backend=lora", F32, "lora.targets=[o_proj,lm_head]"]
@@ -201,7 +201,7 @@ def test_a_whole_model_that_stays_tied_is_measured_and_set_aside(
     assert "input embedding moves" in written["what"]
     assert written["exceeded"]
     assert abs(written["nll_difference"]) > 1e-3
-    # Put into the base in memory, the file of the same tensors is the same model.
+    # The base in memory, with the file's tensors put in, is the same model.
     subset, _ = merged(graph, config, "subset", "merge.mode=subset", "merge.untie=false", code=4)
     again = Certificate.read(subset.parity).comparisons["written"]
     assert again["nll_difference"] == pytest.approx(written["nll_difference"], rel=1e-5)
@@ -225,7 +225,7 @@ def test_a_whole_model_that_stays_tied_is_measured_and_set_aside(
 
 
 def test_the_proxy_s_embedding_cannot_be_four_bit(merged, tiny_backend, tiny_config, capsys):
-    """Merged into the published table it is, and the stack is measured with the table moved."""
+    """Merged into the published table it works, and is measured with that table moved."""
     overrides = ["backend=proxy", F32]
     graph, config = tiny_backend(*overrides, live=True), tiny_config(*overrides)
     merged(graph, config, "four_bit", "merge.untie=false", code=2)
@@ -237,7 +237,7 @@ def test_the_proxy_s_embedding_cannot_be_four_bit(merged, tiny_backend, tiny_con
 
 
 def test_a_stack_that_stays_tied_reads_the_moved_table(tiny_backend):
-    """Of a head alone the logits are E'[t] E'ᵀ, and after the block the stack is as it was."""
+    """The logits of a lone head are E'[t] E'ᵀ; after the block, the stack is as before."""
     graph = tiny_backend("backend=proxy", "backend.lm_head_only=true", F32, live=True)
     table = torch.randn(graph.embedding_VD.shape, generator=torch.Generator().manual_seed(0))
     before = graph.trace([3, 5]).logits_TV
@@ -250,7 +250,7 @@ def test_a_stack_that_stays_tied_reads_the_moved_table(tiny_backend):
 def test_a_model_that_stays_tied_is_verified_without_the_run_that_wrote_it(
     train_in, tmp_path, monkeypatch, capsys
 ):
-    """Its certificate says how it was merged, and measured again it is the same."""
+    """The certificate says how it was merged, and a second measurement agrees."""
     run = train_in(
         tmp_path / "outputs" / "run", F32, "lora.targets=[o_proj,lm_head]", "trainer.max_steps=2"
     )

@@ -1,4 +1,4 @@
-"""A chat template from a file, from the first batch to the evaluation of the finished run."""
+"""A chat template from a file, from the first batch to an evaluation of the finished run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def templated(train_in, tmp_path_factory):
-    """A finished run under a template of its own, whose file is gone."""
+    """A finished run with a template of its own, whose file was then deleted."""
     directory = tmp_path_factory.mktemp("templated")
     file = directory / "mine.jinja"
     file.write_text(TEMPLATE, "utf-8")
@@ -33,14 +33,14 @@ def templated(train_in, tmp_path_factory):
 def test_template_lands_in_the_run_and_beside_the_adapter(
     templated,
 ):
-    """Where transformers looks for it, byte for byte."""
+    """A copy is stored where transformers looks for it, byte for byte."""
     run, _ = templated
     assert run.chat_template.read_text("utf-8") == TEMPLATE
     assert (run.peft / "chat_template.jinja").read_text("utf-8") == TEMPLATE
 
 
 def test_record_says_what_shaped_the_ids(templated):
-    """Where the template is from and which day it was told, how rows were cut and learned."""
+    """The record has the template's source and date, and how rows were cut and learned."""
     inputs = Manifest.read(templated[0].manifest).inputs
     assert (inputs["chat_template"], inputs["chat_template_date"]) == ("a file", "2026-01-05")
     data = inputs["data"]
@@ -50,7 +50,7 @@ def test_record_says_what_shaped_the_ids(templated):
 
 
 def test_run_is_evaluated_though_the_file_is_gone(templated, tmp_path):
-    """Its own copy is read, so its prompts are those that it was trained on."""
+    """The run's own copy is read, so the prompts are those of training."""
     run, _ = templated
     arguments = [
         "task=evaluate",
@@ -68,14 +68,14 @@ def test_run_is_evaluated_though_the_file_is_gone(templated, tmp_path):
 
 
 def test_run_goes_on_though_the_file_is_gone(templated):
-    """Longer, under the same template."""
+    """The run resumes for more steps under the same template."""
     run, _ = templated
     assert cli.main([f"resume={run.path}", "trainer.max_steps=3"]) == 0
     assert Manifest.read(run.manifest).results["steps"] == 3
 
 
 def test_absent_template_is_refused_before_a_run_opens(tiny_run, tmp_path, capsys):
-    """With everything else that is wrong."""
+    """An absent template is reported with every other problem."""
     overrides = [f"tokenizer.chat_template={tmp_path / 'no.jinja'}", "lora.targets=[x]"]
     assert cli.main([*tiny_run, *overrides, f"hydra.run.dir={tmp_path / 'run'}"]) == 2
     said = " ".join(capsys.readouterr().err.split())
@@ -85,7 +85,7 @@ def test_absent_template_is_refused_before_a_run_opens(tiny_run, tmp_path, capsy
 
 
 def test_a_plan_shows_the_date_that_prompts_will_have(tiny_run, tmp_path, capsys):
-    """Where the template asks for one."""
+    """The plan shows the date if the template asks for one."""
     file = tmp_path / "mine.jinja"
     file.write_text(TEMPLATE, "utf-8")
     dated = [*tiny_run, "task=plan", f"tokenizer.chat_template={file}", "tokenizer.date=2026-01-05"]
@@ -98,7 +98,7 @@ def test_a_plan_shows_the_date_that_prompts_will_have(tiny_run, tmp_path, capsys
     [("2026-01-05", "the chat template asks for no date"), ("yesterday", "is not a date")],
 )
 def test_a_date_without_effect_is_refused(date, said, tiny_run, tmp_path, capsys):
-    """ChatML asks for none; and a date is a date."""
+    """ChatML asks for no date, and an invalid date is refused."""
     run = RunDir(tmp_path / "run")
     assert cli.main([*tiny_run, f"tokenizer.date={date}", f"hydra.run.dir={run.path}"]) == 2
     assert f"tokenizer.date: {said}" in capsys.readouterr().err

@@ -18,14 +18,14 @@ from mens_exp.rows import packing
 
 
 def test_a_plan_is_a_run_that_only_says_what_would_be_done(tiny_run, tmp_path, capsys):
-    """The table, plan.json and the event agree; nothing is trained."""
+    """The table, plan.json and the event agree, and nothing is trained."""
     run = RunDir(tmp_path / "run")
     assert cli.main([*tiny_run, "task=plan", f"hydra.run.dir={run.path}"]) == 0
     plan = json.loads(run.plan.read_text(encoding="utf-8"))
     assert (plan["steps"], plan["tokens_per_step"]) == (4, 768)
     events = {e["event"]: e["payload"] for e in read_events(run.telemetry)}
     assert events["plan"] == plan
-    said = capsys.readouterr().out  # "up to" if another test has encoded the rows
+    said = capsys.readouterr().out  # "up to" unless another test has encoded the rows
     assert re.search(r"4 of (up to )?768 tokens", said)
     manifest = Manifest.read(run.manifest)
     assert (manifest.task, manifest.status) == ("plan", Status.SUCCEEDED)
@@ -34,7 +34,7 @@ def test_a_plan_is_a_run_that_only_says_what_would_be_done(tiny_run, tmp_path, c
 
 
 PACKED = [
-    # A row has about 60 tokens: one fills a block of 100, three fill one of 192.
+    # A row has about 60 tokens: one fills a block of 100, and three fill one of 192.
     ("two epochs", ["data.seq_len=100", "trainer.max_epochs=2"]),
     ("of several rows", ["data.seq_len=192", "trainer.max_epochs=2"]),
     ("rows of many lengths", ["data.seq_len=240", "trainer.max_epochs=3", "data.path={varied}"]),
@@ -45,9 +45,9 @@ PACKED = [
 
 @pytest.mark.parametrize(("name", "overrides"), PACKED, ids=[name for name, _ in PACKED])
 def test_a_plan_over_encoded_rows_has_the_steps_of_the_run(train_in, tmp_path, name, overrides):
-    """Steps, warm-up, blocks, epochs and tokens, read back from the run's own records.
+    """Steps, warm-up, blocks, epochs and tokens agree with the run's own records.
 
-    Whole tokens over the length are no blocks: half of a block stays empty where rows are long.
+    Dividing tokens by the length gives no blocks: half of a block stays empty if rows are long.
     """
     varied = tmp_path / "varied.jsonl"
     rows = [{"prompt": f"Add {n}.", "response": "x" * (10 + n * n % 170)} for n in range(80)]
@@ -81,7 +81,7 @@ def test_a_plan_over_encoded_rows_has_the_steps_of_the_run(train_in, tmp_path, n
 
 
 def test_a_plan_that_cannot_count_blocks_says_about(train_in, tmp_path, capsys, monkeypatch):
-    """Too many to pack for a plan, damaged, or not encoded: the fewest, and never as exact."""
+    """Rows that are not encoded, or too many to pack for a plan, give a lower bound marked ≈."""
     told = ["data.seq_len=101", "trainer.max_epochs=2", "trainer.max_steps=-1"]
 
     def plan(name):
@@ -107,7 +107,7 @@ def test_a_plan_that_cannot_count_blocks_says_about(train_in, tmp_path, capsys, 
 
 
 def test_a_plan_never_imports_torch(tiny_run, tmp_path):
-    """It answers in about a second because nothing heavy is loaded for it."""
+    """A plan answers in about a second, as nothing heavy is imported."""
     arguments = [*tiny_run, "task=plan", f"hydra.run.dir={tmp_path / 'run'}"]
     code = (
         "import sys\nfrom mens_exp import cli\n"
@@ -127,7 +127,7 @@ def test_a_plan_never_imports_torch(tiny_run, tmp_path):
 
 
 def test_plan_shows_the_first_rows_as_they_are_trained(tiny_run, tmp_path, capsys):
-    """Two of them, token by token, the answer and its end in brackets."""
+    """Two rows are printed token by token, with the answer and its end in brackets."""
     run = tmp_path / "run"
     assert cli.main([*tiny_run, "task=plan", "data.show=2", f"hydra.run.dir={run}"]) == 0
     said = capsys.readouterr().out
@@ -140,7 +140,7 @@ def test_plan_shows_the_first_rows_as_they_are_trained(tiny_run, tmp_path, capsy
 
 
 def test_row_that_loses_its_answer_is_shown_as_dropped(tiny_run, tmp_path, capsys):
-    """The prompt has 25 tokens: a limit of 27 leaves two of the answer's, one of 25 none."""
+    """The prompt has 25 tokens: a limit of 27 keeps two of the answer's, and one of 25 none."""
     for limit, told in ((27, "30 cut off"), (25, "nothing learned is within 25 tokens")):
         overrides = ["task=plan", "data.show=1", f"data.seq_len={limit}"]
         run = f"hydra.run.dir={tmp_path / str(limit)}"
@@ -149,14 +149,14 @@ def test_row_that_loses_its_answer_is_shown_as_dropped(tiny_run, tmp_path, capsy
 
 
 def test_rows_are_shown_by_a_plan_only(tiny_run, tmp_path, capsys):
-    """Elsewhere the setting would do nothing."""
+    """In other tasks the setting has no effect, and is refused."""
     assert cli.main([*tiny_run, "data.show=1", f"hydra.run.dir={tmp_path / 'run'}"]) == 2
     assert "data.show: has no effect with task=train" in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "run").exists()
 
 
 def test_plan_says_what_a_file_was_taken_for(tiny_run, tmp_path, capsys):
-    """Its format, its rows, and the columns that are not read."""
+    """The plan has the format, the number of rows, and the columns that are not read."""
     rows = [{"q": f"p{n}", "a": "r", "lang": "en"} for n in range(30)]
     path = tmp_path / "q.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
@@ -169,7 +169,7 @@ def test_plan_says_what_a_file_was_taken_for(tiny_run, tmp_path, capsys):
 
 
 def test_row_of_several_documents_is_shown_one_by_one(tiny_run, tmp_path, capsys):
-    """Under a template that changes earlier answers, each of the row's two has its own."""
+    """A template that changes earlier answers makes one document of each of a row's two answers."""
     template = tmp_path / "last.jinja"
     template.write_text(
         "{% for m in messages %}{{ m.role }}{% if loop.last %}!{% endif %}:{{ m.content }}"
@@ -192,7 +192,7 @@ def test_row_of_several_documents_is_shown_one_by_one(tiny_run, tmp_path, capsys
 
 
 def test_a_plan_names_the_runs_it_rests_on(tiny_run, tmp_path, monkeypatch):
-    """Three runs of like size here, a fifth over the formula, move the next estimate."""
+    """Three similar runs, a fifth above the formula, raise the next estimate."""
     monkeypatch.setenv("MENS_EXP_CACHE", str(tmp_path / "cache"))
     run = RunDir(tmp_path / "first")
     assert cli.main([*tiny_run, "task=plan", f"hydra.run.dir={run.path}"]) == 0
@@ -231,7 +231,7 @@ def test_a_plan_shows_what_this_machine_lacks(
     capsys,
     monkeypatch,
 ):
-    """The figures come with the problem; the run itself is refused."""
+    """The figures are shown with the problem; the run itself is refused."""
     found = machine.look("cpu")
     poor = dataclasses.replace(found, free_bytes=1 << 20)
     monkeypatch.setattr(machine, "look", lambda _: poor)
@@ -244,7 +244,7 @@ def test_a_plan_shows_what_this_machine_lacks(
 
 
 def test_a_plan_and_its_manifest_say_where_a_preset_differs(tiny_run, tmp_path, capsys):
-    """As typed, our own value behind it."""
+    """Preset deviations are listed as typed, followed by our own default."""
     run = RunDir(tmp_path / "run")
     overrides = ["preset=litgpt_like", "task=plan", f"hydra.run.dir={run.path}"]
     assert cli.main([*tiny_run, *overrides]) == 0

@@ -1,4 +1,4 @@
-"""task=promote: policies over comparisons of small studies, on a ledger of its own."""
+"""The command task=promote: policies on comparisons of small studies, each on its own ledger."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ AFTER = "2126-01-01T00:00:00.000Z"
 
 
 def good(arm, seed, item):
-    """Return what burn passes and qlora fails on a third of the items."""
+    """Return answers of which burn passes all, and qlora fails a third of the items."""
     passed = arm == 1 or (seed + item) % 3 > 0
     return {
         "compile_pass_1": True,
@@ -52,7 +52,7 @@ def good(arm, seed, item):
 
 
 def regressed(arm, seed, item):
-    """Return the same with the arms' success turned round."""
+    """Return the same answers with the success of the two arms exchanged."""
     return {**good(arm, seed, item), "task_success": good(1 - arm, seed, item)["task_success"]}
 
 
@@ -88,7 +88,7 @@ class Lab:
         return self.compared(name, self.study(name, **{"arms": ARMS, "seeds": seeds, **told}))
 
     def compared(self, name, runs, *factors):
-        """Compare as the task does, without a command line to compose."""
+        """Compare as the task does, without composing a command line."""
         out = self.root / "verdicts" / name
         read = read_study([str(runs)])
         conducted([str(runs)], read.runs, factors, CompareConfig()).write(out / "compare.json")
@@ -141,7 +141,7 @@ def unmet(made):
 
 
 def test_two_clean_cycles_promote(lab):
-    """Superior, nowhere worse, over every floor, certified: exit code 0."""
+    """Superior, worse nowhere, above every floor and certified: exit code 0."""
     made = lab.burn(lab.two())
     assert made["decision"] == Answer.PROMOTE
     assert unmet(made) == set()
@@ -152,7 +152,7 @@ def test_two_clean_cycles_promote(lab):
 
 
 def test_a_missing_cycle_is_insufficient(lab):
-    """One cycle, however good, is one too few; given twice it is still one."""
+    """One cycle, however good, is not enough, even if it is given twice."""
     lab.open("one", [1, 2, 3, 4])
     path = lab.cycle("one", [1, 2, 3, 4])
     copy = shutil.copytree(path, lab.root / "copy")
@@ -163,14 +163,14 @@ def test_a_missing_cycle_is_insufficient(lab):
 
 
 def test_a_planted_regression_is_rejected(lab):
-    """The challenger succeeds less in every seed of both cycles."""
+    """The challenger succeeds less often in every seed of both cycles."""
     made = lab.burn(lab.two(kpis=regressed))
     assert made["decision"] == Answer.REJECT
     assert {"superiority", "non-inferiority"} <= unmet(made)
 
 
 def test_a_regression_in_repair_alone_is_rejected(lab):
-    """More successes do not buy twice the attempts."""
+    """More successes do not make up for twice as many attempts."""
 
     def slower(arm, seed, item):
         return {**good(arm, seed, item), "attempts": 1 + arm + (seed + item) % 2 / 10}
@@ -183,7 +183,7 @@ def test_a_regression_in_repair_alone_is_rejected(lab):
 
 
 def test_equal_differences_are_no_superiority_by_their_point_alone(lab):
-    """Four seeds that differ by just one item each: an interval without width, and p = 1/8."""
+    """Four seeds, each better by one item: a zero-width interval, but p = 1/8."""
 
     def same(arm, seed, item):
         passed = arm == 1 or item > 0
@@ -201,7 +201,7 @@ def test_equal_differences_are_no_superiority_by_their_point_alone(lab):
 
 
 def test_no_shown_superiority_holds(lab):
-    """Equal arms: nothing is worse, and nothing is better."""
+    """Equal arms are neither worse nor better, so the decision is to hold."""
 
     def equal(_arm, seed, item):
         return good(1, seed, item)
@@ -211,7 +211,7 @@ def test_no_shown_superiority_holds(lab):
 
 
 def test_another_suite_digest_does_not_count(lab):
-    """The second cycle was scored by another suite than it froze."""
+    """A cycle scored by another suite than the one it froze does not count."""
     first = lab.two()[0]
     lab.open("three", [11, 12, 13, 14])
     other = lab.cycle("three", [11, 12, 13, 14], suite="cd" * 32)
@@ -224,7 +224,7 @@ def test_another_suite_digest_does_not_count(lab):
 
 
 def test_runs_before_the_cycle_was_opened_are_exploratory(lab):
-    """What was known already is no hypothesis."""
+    """Runs from before the opening are exploratory, as their results were known already."""
     made = lab.burn(lab.two(started="2020-01-01T00:00:00.000Z"))
     assert made["decision"] == Answer.INSUFFICIENT
     notes = " ".join(rule["note"] for rule in made["rules"] if rule["rule"] == "registered")
@@ -232,7 +232,7 @@ def test_runs_before_the_cycle_was_opened_are_exploratory(lab):
 
 
 def test_leaving_out_a_registered_seed_is_exploratory(lab):
-    """Seeds are not chosen after they are seen."""
+    """Seeds must not be selected after the results are seen."""
     lab.open("one", [1, 2, 3, 4])
     made = lab.burn([lab.cycle("one", [1, 2, 3])])
     notes = " ".join(rule["note"] for rule in made["rules"] if rule["rule"] == "registered")
@@ -240,7 +240,7 @@ def test_leaving_out_a_registered_seed_is_exploratory(lab):
 
 
 def test_a_swapped_scorecard_is_told(lab):
-    """One file of one run is another's: the comparison no longer holds."""
+    """With the scorecard of another run, the comparison no longer holds."""
     paths = lab.two()
     runs = sorted((lab.root / "study" / "two").iterdir())
     for name in ("scorecard", "events"):
@@ -253,7 +253,7 @@ def test_a_swapped_scorecard_is_told(lab):
 
 
 def test_an_edited_comparison_is_told(lab):
-    """Figures that do not come out of the runs count for nothing."""
+    """Figures that do not follow from the runs do not count."""
     paths = lab.two()
     file = paths[0] / "compare.json"
     record = json.loads(file.read_text("utf-8"))
@@ -267,7 +267,7 @@ def test_an_edited_comparison_is_told(lab):
 
 
 def test_a_missing_kpi_group_is_insufficient(lab):
-    """No repair KPI was measured."""
+    """A missing repair KPI leaves too little evidence to decide."""
 
     def without(arm, seed, item):
         lacking = {"repair_depth", "repair_stalled", "attempts"}
@@ -281,7 +281,7 @@ def test_a_missing_kpi_group_is_insufficient(lab):
 
 
 def test_a_floor_is_absolute(lab):
-    """Better than the incumbent, and still not strict enough."""
+    """The challenger beats the incumbent, but is below the floor for strictness."""
 
     def loose(arm, seed, item):
         return {**good(arm, seed, item), "strictness": item < 3}
@@ -291,7 +291,7 @@ def test_a_floor_is_absolute(lab):
 
 
 def test_without_a_certificate_there_is_no_promotion(lab):
-    """Neither with none, nor with another adapter's."""
+    """No certificate, or that of another adapter, prevents promotion."""
     paths = lab.two()
     made = lab.ask(BurnProductionPolicy(), paths)
     assert (made["decision"], unmet(made)) == (Answer.INSUFFICIENT, {"parity certificate"})
@@ -325,7 +325,7 @@ def test_runs_that_trained_on_the_suite_are_no_evidence(lab, contained, rules):
 
 
 def test_a_confounded_contrast_is_no_evidence(lab):
-    """The rank moved with the backend in the second cycle."""
+    """The rank differs with the backend in the second cycle, which confounds it."""
     lab.open("one", [1, 2, 3, 4])
     first = lab.cycle("one", [1, 2, 3, 4])
     lab.open("two", [5, 6, 7, 8])
@@ -342,7 +342,7 @@ def test_a_confounded_contrast_is_no_evidence(lab):
 
 @pytest.mark.parametrize("extended", [[5, 6, 7, 8], [8]])
 def test_extended_runs_are_no_evidence(lab, extended):
-    """They had another schedule than the runs that they are compared with."""
+    """Their schedule differs from that of the runs they are compared with."""
     lab.open("one", [1, 2, 3, 4])
     first = lab.cycle("one", [1, 2, 3, 4])
     lab.open("two", [5, 6, 7, 8])
@@ -366,7 +366,7 @@ def test_extended_runs_are_no_evidence(lab, extended):
 
 
 def test_an_edited_ledger_is_refused(lab):
-    """One digit of a cycle, a dropped line: nothing is read from it or added to it."""
+    """After a changed digit or a dropped line, the ledger is neither read nor added to."""
     lab.open("one", [1, 2])
     lab.open("two", [3, 4])
     lab.open("three", [5, 6])
@@ -385,14 +385,14 @@ def test_an_edited_ledger_is_refused(lab):
 
 @pytest.mark.parametrize("arms", ["[attention,mlp]", '["lora=attention","lora=mlp"]'])
 def test_the_command_that_runs_a_cycle_is_one(lab, typed, arms):
-    """An arm is named by its value of the factor, or as comparisons name it."""
+    """An arm is named by its value of the factor, or by its full name in comparisons."""
     told = [f"promote.suite_digest={SUITE}", f"promote.arms={arms}", "promote.factor=lora"]
     command = ["task=promote", "promote.open_cycle=one", f"ledger={lab.ledger}", *told]
     assert "mens_exp -m seed=1,2 lora=attention,mlp" in typed(*command, "promote.seeds=[1,2]")
 
 
 def test_the_command_line_opens_decides_and_replays(lab, typed):
-    """Exit code 0 for promote, 4 for any other answer and for a decision that changed."""
+    """Exit code 0 for promote, 4 for other decisions and for a replay that differs."""
     told = [f"promote.suite_digest={SUITE}", "promote.arms=[qlora,burn]", "promote.factor=backend"]
     ledger, parity = f"ledger={lab.ledger}", f"promote.parity={lab.certificate()}"
     paths = []
@@ -458,7 +458,7 @@ def test_the_command_that_runs_a_cycle_measures_what_the_policy_needs(lab, typed
 
 
 def test_seeds_of_an_earlier_cycle_open_no_other(lab, typed):
-    """Nor does a name that is taken."""
+    """Neither the seeds nor the name of an earlier cycle may be used again."""
     lab.open("one", [1, 2])
     told = [f"promote.suite_digest={SUITE}", "promote.arms=[qlora,burn]", "promote.factor=backend"]
     command = ["task=promote", f"ledger={lab.ledger}", *told]
@@ -471,7 +471,7 @@ def test_seeds_of_an_earlier_cycle_open_no_other(lab, typed):
 
 
 def test_research_into_burn_is_recommended_when_it_is_ahead(lab):
-    """By the reference's own words, either way; and asked for where there is no burn arm."""
+    """By the reference's own wording either way; without a burn arm, one is requested."""
     one = lab.cycle("one", [1, 2])
     assert lab.ask(BurnRndPolicy(), [one])["recommendation"] == "expand_burn_rnd"
     made = lab.ask(BurnRndPolicy(margin=0.9), [one])
@@ -482,7 +482,7 @@ def test_research_into_burn_is_recommended_when_it_is_ahead(lab):
 
 
 def test_a_plateau_under_a_floor_recommends_research(lab):
-    """Two QLoRA arms within 0.05, one floor unmet; with all of them met, go on."""
+    """Two QLoRA arms within 0.05 and an unmet floor recommend research; with all met, going on."""
     told = {"kpis": good, "passes": lambda *_: 4, "suite": SUITE}
     rates = [["optim.lr=1e-4"], ["optim.lr=2e-4"]]
 
@@ -503,7 +503,7 @@ def test_a_plateau_under_a_floor_recommends_research(lab):
 
 
 def test_a_missing_metric_fails_the_gate(lab):
-    """Coverage was never measured, and no default is taken for it."""
+    """Coverage was never measured, and no default is assumed for it."""
     one = lab.cycle("one", [1, 2])
     made = lab.ask(EvalGatePolicy(), [one])
     assert made["decision"] == Answer.REJECT
@@ -512,7 +512,7 @@ def test_a_missing_metric_fails_the_gate(lab):
 
 
 def test_the_gate_passes_what_keeps_every_threshold(lab):
-    """With the three measured too."""
+    """The gate passes if all thresholds are met, those of the three added KPIs included."""
 
     def measured(arm, seed, item):
         return {**good(arm, seed, item), "coverage": 1.0, "pass_at_1": True, "pass_at_k": True}
@@ -527,14 +527,14 @@ def test_the_gate_passes_what_keeps_every_threshold(lab):
 
 
 def test_one_arm_against_its_own_base_has_every_seed(lab):
-    """The base answers in the runs of the tuned arm, and has none for itself."""
+    """The base answers in the runs of the tuned arm, and has no runs of its own."""
     one = lab.compared("alone", lab.study("alone", arms=[()], seeds=[1, 2], kpis=good))
     (rule,) = (r for r in lab.ask(EvalGatePolicy(), [one])["rules"] if r["rule"] == "seeds")
     assert rule["outcome"] == "passed"
 
 
 def test_the_ledger_carries_the_digests_of_its_evidence(lab):
-    """Each entry those of its comparisons, its certificate and the entry before."""
+    """Each entry has the digests of its comparisons, certificate and previous entry."""
     paths = lab.two()
     made = lab.burn(paths)
     assert [one["sha256"] for one in made["evidence"]] == [
@@ -575,6 +575,6 @@ def test_the_ledger_carries_the_digests_of_its_evidence(lab):
     ],
 )
 def test_what_cannot_be_decided_so_is_refused(typed, told, reason):
-    """With exit code 2, and in words."""
+    """The command ends with exit code 2 and says why."""
     said = typed("task=promote", *told, code=2)
     assert reason in " ".join(said.split())

@@ -1,7 +1,7 @@
-"""Ways to a promotion that nobody earned, each tried through the command line.
+"""Ways to a promotion that was not earned, each tried through the command line.
 
-Two cycles of six seeds are honest: burn does every task, and qlora two or three of four. Each test
-spoils one thing. Ledger lines and changed answers are written here, without the product's code.
+Two cycles of six seeds are honest: burn passes every task, qlora two or three of four. Each
+test changes one thing, and writes ledger lines and answers without the product's code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OPENED, STARTED = "2126-01-01T00:00:00.000Z", "2126-01-02T00:00:00.000Z"
 
 
 def answers(arm, seed, item):
-    """Return burn's answers, all of them good, and qlora's."""
+    """Return the answers: all of burn's pass, and some of qlora's."""
     passed = arm == 1 or (seed + item) % 3 > 0
     shares = ("compile_pass_1", "compile_pass_n", "canonical_pass", "strictness", "anti_stub_pass")
     return {
@@ -39,7 +39,7 @@ def answers(arm, seed, item):
 
 @pytest.fixture(scope="module")
 def honest(tmp_path_factory, study_at):
-    """Write both cycles' runs, and compare them as a user does."""
+    """Write the runs of both cycles, and compare them as a user would."""
     root = tmp_path_factory.mktemp("honest")
     for name, seeds in SEEDS.items():
         told = {"arms": ARMS, "seeds": seeds, "suite": SUITE, "started": STARTED}
@@ -55,7 +55,7 @@ def lab(honest, tmp_path, typed, frozen):
 
 
 class Lab:
-    """A ledger with both cycles open, their comparisons, and the commands of a user."""
+    """A ledger with both cycles open, their comparisons, and a user's commands."""
 
     def __init__(self, honest, root, typed, frozen):
         """Open both cycles."""
@@ -67,7 +67,7 @@ class Lab:
             self.open(name, seeds)
 
     def open(self, name, seeds, *, version=2, frozen=None, **other):
-        """Write the line of an opened cycle."""
+        """Write the ledger line that opens a cycle."""
         cycle = {
             "cycle": name,
             "suite_digest": SUITE,
@@ -83,7 +83,7 @@ class Lab:
         self.write("cycle", cycle, version)
 
     def write(self, kind, body, version):
-        """Add a line to the ledger, with its digest and that of the line before."""
+        """Add a line to the ledger, with its own digest and that of the line before."""
         lines = self.ledger.read_text("utf-8").splitlines() if self.ledger.exists() else []
         entry = {
             "format": "mens_exp_decisions",
@@ -101,34 +101,34 @@ class Lab:
         self.ledger.write_text("".join(f"{x}\n" for x in [*lines, json.dumps(entry)]), "utf-8")
 
     def copied(self, name):
-        """Return a copy of a cycle's runs, which may be spoiled."""
+        """Return a copy of a cycle's runs, which a test may change."""
         return shutil.copytree(self.honest / name, self.root / "runs" / name)
 
     def compare(self, name, path, *overrides):
-        """Make the comparison of a cycle again, from other runs or in another way."""
+        """Make the comparison of a cycle again, from other runs or with other settings."""
         out = self.root / "verdicts" / name
         self.typed("task=compare", f"path={path}", f"out={out}", "logger=none", *overrides)
         self.verdicts[name] = out
 
     def promote(self, *overrides, code=4):
-        """Ask for the promotion; return what was said, and each rule's outcomes."""
+        """Request the promotion; return the output and the outcomes of each rule."""
         paths = ",".join(map(str, self.verdicts.values()))
         asked = ["task=promote", "policy=burn_production", "policy.parity=false"]
         said = self.typed(*asked, f"path=[{paths}]", f"ledger={self.ledger}", *overrides, code=code)
         return " ".join(said.split())
 
     def decision(self):
-        """Return the last decision, as the ledger has it."""
+        """Return the last decision in the ledger."""
         return json.loads(self.ledger.read_text("utf-8").splitlines()[-1])["decision"]
 
     def notes(self):
-        """Return why rules did not pass."""
+        """Return the reasons why rules did not pass."""
         unmet = [rule for rule in self.decision()["rules"] if rule["outcome"] != "passed"]
         return "; ".join(f"{r['rule']}: {r['observed']} {r['note']}" for r in unmet)
 
 
 def run_of(study, backend, seed):
-    """Return the directory of one run, by what its manifest says."""
+    """Return the directory of one run, found by its manifest."""
     for path in study.glob("*/manifest.json"):
         told = json.loads(path.read_text("utf-8"))
         if told["seed"] == seed and f"backend={backend}" in told["overrides"]:
@@ -137,7 +137,7 @@ def run_of(study, backend, seed):
 
 
 def answer_otherwise(run, change):
-    """Give a run other answers from the start: its lines, and their hash in its manifest."""
+    """Replace a run's answers: its lines, and their hash in its manifest."""
     file, manifest = run / "events.jsonl", run / "manifest.json"
     lines = [change(json.loads(line)) for line in file.read_text("utf-8").splitlines()]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines if line), "utf-8")
@@ -147,21 +147,21 @@ def answer_otherwise(run, change):
 
 
 def fails_all(line):
-    """Fail a task under the tuned condition."""
+    """Fail a task under the condition `tuned`."""
     if line["condition"] == "base":
         return line
     return {**line, "task_success": False, "semantic_task_success": False}
 
 
 def test_two_honest_cycles_promote(lab):
-    """Without it, no refusal below would mean anything."""
+    """The unchanged cycles promote; without this, no refusal below would mean anything."""
     assert "burn_production: promote" in lab.promote(code=0)
     replay = lab.typed("task=promote", "promote.replay=true", f"ledger={lab.ledger}")
     assert "1 decisions of 3 entries" in replay
 
 
 def test_a_cycle_that_froze_no_target_is_about_these_items(lab):
-    """As every comparison was when it was opened."""
+    """Without a frozen target, as in older ledgers, a cycle is about these items alone."""
     del lab.frozen["target"]
     lab.ledger.unlink()
     for name, seeds in SEEDS.items():
@@ -170,7 +170,7 @@ def test_a_cycle_that_froze_no_target_is_about_these_items(lab):
 
 
 def test_an_opened_cycle_freezes_all_that_decides(lab):
-    """The line is as a test would have written it; what was typed stands in it."""
+    """The line in the ledger equals the one written by hand, and has everything that was typed."""
     told = [f"promote.suite_digest={SUITE}", "promote.seeds=[14,13]", "promote.factor=backend"]
     told += ["promote.arms=[qlora,burn]", "promote.margin=0.1", "promote.alpha=0.01"]
     told += ["policy=burn_production", "policy.floors={richness:0.5}", "policy.parity=false"]
@@ -190,7 +190,7 @@ def drop(study, run):
 
 
 def fail(study, run):
-    """Let a run end as failed."""
+    """Mark a run as failed."""
     del study
     manifest = run / "manifest.json"
     told = json.loads(manifest.read_text("utf-8"))
@@ -198,7 +198,7 @@ def fail(study, run):
 
 
 def unscored(study, run):
-    """Let a run's suite give no answer of the tuned model."""
+    """Remove the tuned model's answers from a run."""
     del study
     answer_otherwise(run, lambda line: line if line["condition"] == "base" else None)
     file, manifest = run / "scorecard.json", run / "manifest.json"
@@ -213,7 +213,7 @@ def unscored(study, run):
 @pytest.mark.parametrize("backend", ["burn", "qlora"])
 @pytest.mark.parametrize("hide", [drop, fail, unscored])
 def test_a_registered_seed_of_one_arm_cannot_be_hidden(lab, backend, hide):
-    """The other arm has the seed, so that all registered seeds are somewhere."""
+    """The other arm has the seed, so that every registered seed is present somewhere."""
     runs = lab.copied("two")
     hide(runs, run_of(runs, backend, 12))
     lab.compare("two", runs, "compare.primary=task_success")
@@ -222,7 +222,7 @@ def test_a_registered_seed_of_one_arm_cannot_be_hidden(lab, backend, hide):
 
 
 def test_an_arm_that_lacks_a_seed_is_no_evidence_under_any_policy(lab):
-    """The threshold policies too read means over seeds."""
+    """The threshold policies, too, use means over seeds."""
     runs = lab.copied("two")
     drop(runs, run_of(runs, "burn", 12))
     lab.compare("two", runs, "compare.primary=task_success")
@@ -235,7 +235,7 @@ def test_an_arm_that_lacks_a_seed_is_no_evidence_under_any_policy(lab):
 
 
 def of_seed_12(study):
-    """Let burn do one task of four with one seed: p is 0.09 then, and nothing is shown."""
+    """Let burn pass one task of four with one seed, so that p is 0.09 and nothing is shown."""
 
     def change(line):
         return line if line["item_id"] == "item0" else fails_all(line)
@@ -244,7 +244,7 @@ def of_seed_12(study):
 
 
 def of_every_seed(study):
-    """Let training make burn useless: only the base model's answers are good."""
+    """Let the tuned burn model fail everything; only the base model's answers pass."""
     for seed in SEEDS["two"]:
         answer_otherwise(run_of(study, "burn", seed), fails_all)
 
@@ -259,7 +259,7 @@ def of_every_seed(study):
     ids=["alpha", "condition", "sequential"],
 )
 def test_a_comparison_cannot_be_made_by_other_rules_than_were_frozen(lab, spoil, override):
-    """Once the answers are known, there is always a way of comparing that promotes."""
+    """Once the answers are known, there is always a way of comparing them that promotes."""
     runs = lab.copied("two")
     spoil(runs)
     lab.compare("two", runs, "compare.primary=task_success", override)
@@ -269,7 +269,7 @@ def test_a_comparison_cannot_be_made_by_other_rules_than_were_frozen(lab, spoil,
 
 
 def test_a_comparison_cannot_claim_another_condition_than_its_figures_are_of(lab):
-    """The claim and the settings that the figures come from are two fields of one file."""
+    """The claimed condition and the settings of the figures are two fields of one file."""
     runs = lab.copied("two")
     of_every_seed(runs)
     told = ("compare.primary=task_success", "compare.condition=base")
@@ -296,7 +296,7 @@ def test_a_comparison_cannot_claim_another_condition_than_its_figures_are_of(lab
     ids=["margin", "direction", "test", "target", "floors", "cycles", "nothing"],
 )
 def test_what_a_cycle_was_opened_with_decides(lab, hypothesis, unmet):
-    """The evidence is good, and the cycles were opened for something else."""
+    """The evidence is good, but the cycles were opened for something else."""
     lab.ledger.unlink()
     for name, seeds in SEEDS.items():
         lab.open(name, seeds, **hypothesis)
@@ -305,7 +305,7 @@ def test_what_a_cycle_was_opened_with_decides(lab, hypothesis, unmet):
 
 
 def test_a_cycle_that_froze_no_rule_for_looks_was_of_one_look(lab):
-    """Its program knew no other; a comparison by one look still counts, and promotes."""
+    """An older cycle knew no such rule; a comparison with a single look still promotes."""
     lab.ledger.unlink()
     del lab.frozen["sequential"]
     for name, seeds in SEEDS.items():
@@ -314,9 +314,9 @@ def test_a_cycle_that_froze_no_rule_for_looks_was_of_one_look(lab):
 
 
 def test_a_decision_on_a_comparison_of_an_older_version_is_not_made_again(lab):
-    """Its figures were made by other rules; the file that was decided on has to be there as it was.
+    """A replay does not recompute it by today's rules; it needs the unchanged original file.
 
-    Version 1 put in the place of the evidence afterwards is no way around the digest.
+    Substituting a version 1 record for the evidence afterwards does not get past the digest.
     """
     lab.verdicts["two"] = shutil.copytree(lab.verdicts["two"], lab.root / "verdicts" / "two")
     lab.promote(code=0)
@@ -339,7 +339,7 @@ def test_a_decision_on_a_comparison_of_an_older_version_is_not_made_again(lab):
 
 
 def older(record):
-    """Make a record what version 1 would have written."""
+    """Make a record the one that version 1 would have written."""
     record["version"] = 1
     del record["sequential"], record["looks"], record["settings"]["sequential"]
     absent = ("level", "mde_low", "mde_high", "seeds_needed_low", "seeds_needed_high")
@@ -350,14 +350,14 @@ def older(record):
 
 
 def test_a_typed_threshold_does_not_replace_the_frozen_one(lab):
-    """It was free after the fact: a floor that was missed could be lowered."""
+    """Otherwise a floor that was missed could be lowered after the results are known."""
     lab.promote("policy.floors={richness:0.1}")
     assert "the policy has floors" in lab.notes()
 
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_decision_by_rules_that_are_no_more_is_labelled_and_not_made_again(lab, version):
-    """An old ledger is still read; what it promoted by is not put in place of today's rules."""
+    """An old ledger is still read, but its promotions are not redone by today's rules."""
     decision = {
         "policy": {"name": "burn_production", "kpi": "task_success", "margin": 0.0},
         "evidence": [{"path": "gone/compare.json", "sha256": "0" * 64, "cycle": None}],
@@ -378,7 +378,7 @@ def test_a_decision_by_rules_that_are_no_more_is_labelled_and_not_made_again(lab
     ids=["same", "kpi", "margin", "alpha", "version 1"],
 )
 def test_a_cycle_that_went_badly_cannot_stay_in_the_drawer(lab, other):
-    """Opened for the same question, whatever its values, and not in the path: it still counts."""
+    """A cycle opened for the same question, whatever its values, counts even if it is left out."""
     lab.open("three", [13, 14, 15], **other)
     assert "burn_production: insufficient_evidence" in lab.promote()
     assert "cycle: None" in lab.notes()
@@ -387,14 +387,14 @@ def test_a_cycle_that_went_badly_cannot_stay_in_the_drawer(lab, other):
 
 
 def test_a_cycle_of_another_question_does_not_count(lab):
-    """Whether full training may take qlora's place says nothing about burn."""
+    """Whether full fine-tuning may replace qlora says nothing about burn."""
     lab.open("three", [13, 14, 15], arms=["qlora", "full"], frozen={"challenger": "full"})
     lab.open("old", [16, 17], arms=["4", "8"], factor="lora.r", version=1)
     assert "burn_production: promote" in lab.promote(code=0)
 
 
 def test_one_cycle_is_too_few_whatever_is_typed(lab):
-    """A cycle that was frozen with one, and a command that asks for one."""
+    """Neither a cycle that froze one as enough nor a command that asks for one is accepted."""
     lab.ledger.unlink()
     lab.open("one", SEEDS["one"], frozen={"least_cycles": 1})
     del lab.verdicts["two"]
@@ -402,14 +402,14 @@ def test_one_cycle_is_too_few_whatever_is_typed(lab):
 
 
 def test_an_empty_mapping_of_floors_is_refused_and_says_why(lab):
-    """It changed nothing, and looked as if it did away with every floor."""
+    """An empty mapping looks as if it removed every floor, but would change nothing."""
     said = lab.promote("policy.floors={}", code=2)
     assert "policy.floors: an empty mapping changes nothing" in said
     assert "strictness" in said
 
 
 def test_a_comparison_refuses_answers_that_were_edited(lab):
-    """It said better, of tasks that nobody had done."""
+    """One verdict is changed from true to false, and no longer matches the hash."""
     runs = lab.copied("two")
     file = run_of(runs, "burn", 12) / "events.jsonl"
     text = file.read_text("utf-8")
@@ -421,7 +421,7 @@ def test_a_comparison_refuses_answers_that_were_edited(lab):
 
 @pytest.mark.parametrize("name", ["scorecard.json", "config.yaml"])
 def test_a_comparison_refuses_an_edited(lab, name):
-    """A comment is enough; the whole file counts."""
+    """A comment is enough: the hash is of the whole file."""
     runs = lab.copied("two")
     file = run_of(runs, "qlora", 7) / name
     file.write_text(file.read_text("utf-8") + "\n", "utf-8")
@@ -430,7 +430,7 @@ def test_a_comparison_refuses_an_edited(lab, name):
 
 
 def test_a_comparison_refuses_a_manifest_with_another_contract(lab):
-    """Two arms of other ranks would be a clean contrast."""
+    """Else two arms with different ranks would look like a clean contrast."""
     runs = lab.copied("two")
     file = run_of(runs, "burn", 12) / "manifest.json"
     told = json.loads(file.read_text("utf-8"))
@@ -441,7 +441,7 @@ def test_a_comparison_refuses_a_manifest_with_another_contract(lab):
 
 
 def test_a_comparison_labels_what_has_no_hash(lab):
-    """A run that recorded none of its answers can be compared, and not be believed."""
+    """A run without hashes of its answers can be compared, but is labelled."""
     runs = lab.copied("two")
     run = run_of(runs, "burn", 12)
     told = json.loads((run / "manifest.json").read_text("utf-8"))

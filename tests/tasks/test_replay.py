@@ -1,4 +1,4 @@
-"""inspect.replay: the first steps of a run, bit for bit, or the first that is not."""
+"""inspect.replay repeats a run's first steps bit for bit, or names the first that differs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mens_exp.artifacts.run_dir import RunDir
 
 @pytest.fixture
 def run(finished, tmp_path):
-    """A finished run of four steps to spoil; states of steps 2 and 4 are kept."""
+    """A finished run of four steps to change; the states of steps 2 and 4 are kept."""
     return RunDir(shutil.copytree(finished.path, tmp_path / "run"))
 
 
@@ -42,7 +42,7 @@ def edit_step(run, step, **changes):
 
 
 def test_an_untouched_run_replays_identically(run, replay):
-    """Start, batches, losses, norms, states of steps 2 and 4, and the adapter it ended with."""
+    """Start, batches, losses, norms, states of steps 2 and 4 and the final adapter are equal."""
     before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
     found = replay(run.path, "inspect.replay_steps=9")
     assert (found["steps"], found["identical_through"], found["first_difference"]) == (4, 4, None)
@@ -59,7 +59,7 @@ def test_an_untouched_run_replays_identically(run, replay):
 
 
 def test_only_so_many_steps_are_taken_as_are_asked_for(run, replay, typed):
-    """One step, under the schedule of the whole run."""
+    """One step is replayed, under the schedule of the whole run."""
     found = replay(run.path, "inspect.replay_steps=1")
     assert (found["steps"], found["identical_through"]) == (1, 1)
     assert {one["step"] for one in found["checks"]} == {0, 1}
@@ -95,7 +95,7 @@ def test_every_kind_of_run_replays(
     replay,
     overrides,
 ):
-    """Dropout, a start from the weights, another graph, validations in between."""
+    """With dropout, a start from the weights, another graph, and validations in between."""
     found = replay(finished_with(*overrides).path, "inspect.replay_steps=4")
     assert (found["identical_through"], found["first_difference"]) == (4, None)
 
@@ -106,7 +106,7 @@ def test_a_run_that_began_with_an_adapter_replays(
     replay,
     tmp_path,
 ):
-    """Its start is the adapter, whose hash is compared too."""
+    """It starts from the adapter, whose hash is compared too."""
     second = train_in(tmp_path / "second", f"lora.init_from={finished.path}")
     found = replay(second.path, "inspect.replay_steps=2")
     assert found["identical_through"] == 2
@@ -114,7 +114,7 @@ def test_a_run_that_began_with_an_adapter_replays(
 
 
 def test_an_edited_loss_is_found_by_step_and_name(run, replay):
-    """The second step's; the step before it was the same."""
+    """The edited loss is that of step 2; step 1 is reported as identical."""
     edit_step(run, 2, train__loss=1.5)
     found = replay(run.path, code=4)
     assert found["identical_through"] == 1
@@ -124,7 +124,7 @@ def test_an_edited_loss_is_found_by_step_and_name(run, replay):
 
 
 def test_a_step_that_telemetry_no_longer_has_is_found(run, replay):
-    """A line taken out is no step that was the same."""
+    """A step that was removed from the telemetry is not reported as identical."""
     lines = run.telemetry.read_text("utf-8").splitlines(keepends=True)
     kept = [one for one in lines if not ('"event":"step"' in one and '"step":2' in one)]
     assert len(kept) == len(lines) - 1
@@ -134,7 +134,7 @@ def test_a_step_that_telemetry_no_longer_has_is_found(run, replay):
 
 
 def test_another_batch_is_found_before_the_loss_it_gives(run, replay):
-    """In the order in which a difference comes about."""
+    """Differences are reported in the order in which they arise: the batch, then its loss."""
     edit_step(run, 1, batches_sha256="0" * 64, train__loss=1.5)
     found = replay(run.path, code=4)
     assert found["first_difference"] is not None
@@ -142,7 +142,7 @@ def test_another_batch_is_found_before_the_loss_it_gives(run, replay):
 
 
 def test_an_edited_seed_is_found_in_the_first_layer(run, replay):
-    """Nothing is trained then, and the configuration is said to be another."""
+    """No step is trained, and the configuration is reported as changed."""
     text = run.config.read_text("utf-8")
     assert text.startswith("seed: 42\n")
     run.config.write_text(text.replace("seed: 42\n", "seed: 43\n", 1), "utf-8")
@@ -157,7 +157,7 @@ def test_an_edited_seed_is_found_in_the_first_layer(run, replay):
     ("part", "name"), [("adapter", "l0.q.lora_b"), ("optimizer", "l0.q.lora_b.exp_avg")]
 )
 def test_a_tensor_that_differs_in_a_kept_state_is_named(run, replay, part, name):
-    """One element of one tensor, of the adapter or of the optimizer."""
+    """One element of one tensor of the adapter or of the optimizer is named."""
     path = run.checkpoint(2)
     state = torch.load(path, weights_only=True)
     if part == "adapter":
@@ -166,7 +166,7 @@ def test_a_tensor_that_differs_in_a_kept_state_is_named(run, replay, part, name)
         number = list(state["adapter"]).index(name.removesuffix(".exp_avg"))
         state["optimizer_states"][0]["state"][number]["exp_avg"][0, 0] += 1e-6
     torch.save(state, path)
-    record_checkpoint_digest(path, sha256_file(path))  # else its digest alone would refuse it
+    record_checkpoint_digest(path, sha256_file(path))  # or else its digest alone would refuse it
     found = replay(run.path, code=4)
     assert found["identical_through"] == 1
     assert found["first_difference"] is not None
@@ -174,7 +174,7 @@ def test_a_tensor_that_differs_in_a_kept_state_is_named(run, replay, part, name)
 
 
 def test_other_libraries_are_labelled(run, replay):
-    """Whatever comes of it."""
+    """Other library versions are labelled, whatever the outcome."""
     value = json.loads(run.manifest.read_text("utf-8"))
     value["provenance"]["packages"]["torch"] = "1.0"
     run.manifest.write_text(json.dumps(value), "utf-8")
@@ -182,7 +182,7 @@ def test_other_libraries_are_labelled(run, replay):
 
 
 def test_a_run_without_digests_is_replayed_as_far_as_it_tells(train_in, replay, tmp_path):
-    """Losses and norms alone; what is not recorded is said."""
+    """Only losses and norms are compared, and what was not recorded is named."""
     run = train_in(tmp_path / "old", "~callbacks.digests")
     found = replay(run.path, "inspect.replay_steps=2")
     assert found["identical_through"] == 2
@@ -191,7 +191,7 @@ def test_a_run_without_digests_is_replayed_as_far_as_it_tells(train_in, replay, 
 
 
 def test_a_run_without_steps_is_refused(run, typed):
-    """There is nothing to compare with."""
+    """A run without steps has nothing to compare with."""
     run.telemetry.write_text("", "utf-8")
     assert "no step that can be" in typed(
         "task=inspect", f"path={run.path}", "inspect.replay=true", code=2
@@ -199,7 +199,7 @@ def test_a_run_without_steps_is_refused(run, typed):
 
 
 def test_verify_and_replay_go_together(run, inspect):
-    """Both are in one record, and either decides."""
+    """Both are in one record, and both find the edited telemetry: exit code 4."""
     edit_step(run, 2, train__loss=1.5)
     found = inspect(run.path, "inspect.verify=true", "inspect.replay=true", code=4)
     assert found.replay is not None

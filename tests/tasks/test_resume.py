@@ -35,7 +35,7 @@ def files(run):
 
 @pytest.fixture(scope="module")
 def template(train_in, tmp_path_factory):
-    """A cancelled run under the cosine schedule; only to be read."""
+    """A cancelled run with the cosine schedule; copy it, do not change it."""
     from mens_exp.tasks.run import Cancelled
     from mens_exp.training.module import TrainingModule
 
@@ -53,7 +53,7 @@ def template(train_in, tmp_path_factory):
 
 
 def test_a_failed_run_goes_on_from_its_last_checkpoint(broken, finished, tmp_path):
-    """What failed is redone, and the end is that of a run without the failure."""
+    """The failed steps are redone, and the end is that of a run without a failure."""
     run = broken(tmp_path / "run", 13, error=OSError("disk full"))
     assert Manifest.read(run.manifest).status is Status.FAILED
     assert cli.main([f"resume={run.path}"]) == 0
@@ -64,7 +64,7 @@ def test_a_failed_run_goes_on_from_its_last_checkpoint(broken, finished, tmp_pat
 
 
 def test_resumed_figures_cover_the_whole_run(broken, finished, tmp_path):
-    """Losses, rates of learning and counters are those of one process, step by step."""
+    """Losses, learning rates and counters equal those of a single process, step by step."""
     run = broken(tmp_path / "run", 13)
     assert cli.main([f"resume={run.path}"]) == 0
     for metric in ("train/loss", "train/grad_norm", "optim/lr", "data/tokens"):
@@ -75,7 +75,7 @@ def test_resumed_figures_cover_the_whole_run(broken, finished, tmp_path):
 
 
 def test_padded_batches_resume_too(broken, train_in, tmp_path):
-    """Without packing the stream has another order of documents, and the same rule."""
+    """Without packing, the data stream has another order, resumed by the same rule."""
     through = train_in(tmp_path / "through", "data.packing=false", "data.micro_batch_size=2")
     run = broken(tmp_path / "run", 13, "data.packing=false", "data.micro_batch_size=2")
     assert cli.main([f"resume={run.path}"]) == 0
@@ -83,7 +83,7 @@ def test_padded_batches_resume_too(broken, train_in, tmp_path):
 
 
 def test_latest_is_the_newest_training_run(broken, tmp_path, monkeypatch):
-    """A later plan is none."""
+    """A plan that was made later is not the latest run."""
     monkeypatch.chdir(tmp_path)
     broken("outputs/train/default/a", 5)
     run = broken("outputs/train/default/b", 5)
@@ -99,7 +99,7 @@ def test_eight_steps_in_two_runs_are_eight_steps(
     capsys,
     notes_of,
 ):
-    """Under the constant schedule a finished run of four goes on to eight, byte for byte."""
+    """Under the constant schedule a finished run of four is extended to eight, byte for byte."""
     through = train_in(tmp_path / "through", "trainer.max_steps=8")
     run = train_in(tmp_path / "run")
     capsys.readouterr()
@@ -118,7 +118,7 @@ def test_eight_steps_in_two_runs_are_eight_steps(
 
 
 def test_longer_cosine_says_what_becomes_of_the_rate(template):
-    """Half of four steps is half the peak; two of eight are cos²(π/8) of it, 0.854."""
+    """Step 3 of four has half the peak rate; of eight it has cos²(π/8) of it, 0.854."""
     resumption = prepare_resumption(str(template.path), {"trainer.max_steps": "8"})
     differs = "the run differs from one that was started with 8 steps, and so does its contract,"
     laid = "trainer.max_steps went from 4 to 8: the cosine schedule is laid over 8 steps from here"
@@ -129,7 +129,7 @@ def test_longer_cosine_says_what_becomes_of_the_rate(template):
 
 
 def test_another_number_of_processes_is_said(template):
-    """A run of one goes on with two, which share its micro-batches."""
+    """A run of one process is resumed by two, which share its micro-batches."""
     resumption = prepare_resumption(str(template.path), {"trainer.devices": "2"})
     assert resumption.notes == ["continued with 2 processes instead of 1"]
     assert resumption.cell.config.trainer.sharing is Strategy.ddp
@@ -138,7 +138,7 @@ def test_another_number_of_processes_is_said(template):
 
 
 def test_longer_cosine_takes_the_rate_that_was_said(broken, tmp_path):
-    """Step 3 trains at the new schedule's rate, and no step is left out."""
+    """Step 3 trains at the rate of the new schedule, and no step is left out."""
     run = broken(tmp_path / "run", 10, "schedule=cosine")
     assert cli.main([f"resume={run.path}", "trainer.max_steps=8"]) == 0
     rates = step_values(run, "optim/lr")
@@ -171,7 +171,7 @@ def test_nothing_but_a_longer_run_is_accepted(
     complaints,
     capsys,
 ):
-    """Every refused key is named, the exit code is 2, and the run is as it was."""
+    """The message names every refused key; exit code 2, and the run is unchanged."""
     before = files(template)
     assert cli.main([f"resume={template.path}", *overrides]) == 2
     said = capsys.readouterr().err
@@ -180,7 +180,7 @@ def test_nothing_but_a_longer_run_is_accepted(
 
 
 def test_a_finished_run_is_refused_with_the_way_on(finished, capsys):
-    """There is nothing left to do, short of more steps."""
+    """A finished run can only be extended, and the message says how."""
     before = files(finished)
     assert cli.main([f"resume={finished.path}"]) == 2
     said = " ".join(capsys.readouterr().err.split())
@@ -190,7 +190,7 @@ def test_a_finished_run_is_refused_with_the_way_on(finished, capsys):
 
 
 def test_a_run_killed_after_its_end_gets_its_pages(finished, tmp_path, capsys):
-    """The record says that it succeeded; some pages are missing, and a dead lock is left."""
+    """The record says succeeded, but pages are missing and a dead process's lock is left."""
     run = RunDir(shutil.copytree(finished.path, tmp_path / "run"))
     before = files(run)
     pages = [run.report, run.model_card, run.run_summary, run.skip_stats]
@@ -208,7 +208,7 @@ def test_a_run_killed_after_its_end_gets_its_pages(finished, tmp_path, capsys):
 def test_a_base_whose_losses_were_not_written_is_validated_again(
     train_in, finished, tmp_path, monkeypatch
 ):
-    """The losses of its documents are there in the end, and its validation is on record once."""
+    """The document losses are there in the end, and the base's validation is recorded once."""
     written = fit.write_document_losses
 
     def full(*_):
@@ -228,7 +228,7 @@ def test_a_base_whose_losses_were_not_written_is_validated_again(
 
 
 def test_a_run_at_work_on_its_pages_is_left_alone(finished, tmp_path, capsys):
-    """Its own process writes them in a moment."""
+    """The run's own process is still writing its pages."""
     run = RunDir(shutil.copytree(finished.path, tmp_path / "run"))
     run.report.unlink()
     with run_lock(run.lock):
@@ -238,14 +238,14 @@ def test_a_run_at_work_on_its_pages_is_left_alone(finished, tmp_path, capsys):
 
 
 def test_a_run_bounded_by_epochs_cannot_get_longer(broken, tmp_path):
-    """More steps would not be more than its epochs."""
+    """A higher number of steps would not exceed the run's epochs."""
     run = broken(tmp_path / "run", 5, "trainer.max_steps=-1", "trainer.max_epochs=1")
     with pytest.raises(RequestError, match="epochs bound this run"):
         prepare_resumption(str(run.path), {"trainer.max_steps": "8"})
 
 
 def test_only_training_goes_on(tmp_path, monkeypatch):
-    """A plan is made again, not resumed."""
+    """A plan is made again instead of being resumed."""
     monkeypatch.chdir(tmp_path)
     assert cli.main(["task=plan", "model=tiny_llama", "hydra.run.dir=plan"]) == 0
     with pytest.raises(RequestError, match=r"only training can be continued.*\(plan\)"):
@@ -253,19 +253,19 @@ def test_only_training_goes_on(tmp_path, monkeypatch):
 
 
 def test_a_missing_run_is_refused(tmp_path):
-    """The message names what was asked for."""
+    """The message names the path that was given."""
     with pytest.raises(RequestError, match="no such run directory"):
         prepare_resumption(str(tmp_path / "nowhere"), {})
 
 
 def test_one_run_at_a_time_goes_on(template, capsys):
-    """A sweep of resumptions means nothing."""
+    """A sweep of resumptions is refused."""
     assert cli.main(["-m", f"resume={template.path}"]) == 2
     assert "drop -m" in capsys.readouterr().err
 
 
 def test_a_damaged_configuration_is_refused(broken, tmp_path):
-    """The file is named, and the record is not touched."""
+    """The file is named, and the record does not change."""
     run = broken(tmp_path / "run", 5)
     run.config.write_text("seed: [", encoding="utf-8")
     before = files(run)
@@ -275,7 +275,7 @@ def test_a_damaged_configuration_is_refused(broken, tmp_path):
 
 
 def test_a_run_at_work_is_left_alone(template, capsys):
-    """Two processes in one directory would tear its record."""
+    """Two processes in one run directory would corrupt its record."""
     with run_lock(template.lock):
         before = files(template)
         assert cli.main([f"resume={template.path}"]) == 2
@@ -284,7 +284,7 @@ def test_a_run_at_work_is_left_alone(template, capsys):
 
 
 def test_other_rows_than_before_are_refused(broken, rows_file, tmp_path, capsys):
-    """A run must not go on with data it did not begin with."""
+    """A run must not resume on data other than it began with."""
     mine = tmp_path / "rows.jsonl"
     mine.write_bytes(rows_file.read_bytes())
     run = broken(tmp_path / "run", 10, f"data.path={mine}")
@@ -300,7 +300,7 @@ def test_other_rows_than_before_are_refused(broken, rows_file, tmp_path, capsys)
 
 
 def test_a_file_that_has_gone_is_told_before_the_run_is_reopened(broken, rows_file, tmp_path):
-    """The record stays closed as it was."""
+    """The record stays closed and unchanged."""
     mine = tmp_path / "rows.jsonl"
     mine.write_bytes(rows_file.read_bytes())
     run = broken(tmp_path / "run", 10, f"data.path={mine}")
@@ -312,7 +312,7 @@ def test_a_file_that_has_gone_is_told_before_the_run_is_reopened(broken, rows_fi
 
 
 def test_a_mirrored_run_goes_on_in_the_same_wandb_run(broken, finished, tmp_path, notes_of):
-    """Two offline files under one id, which `wandb sync` uploads as one run."""
+    """Both offline files have one id, so `wandb sync` uploads them as one run."""
     run = broken(tmp_path / "run", 10, "logger=wandb")
     assert cli.main([f"resume={run.path}"]) == 0
     files = sorted(path.name for path in run.wandb.glob("offline-run-*/*.wandb"))
@@ -322,7 +322,7 @@ def test_a_mirrored_run_goes_on_in_the_same_wandb_run(broken, finished, tmp_path
 
 
 def flip(path):
-    """Flip a bit in the middle of a file: it keeps its size, and torch.load reads it."""
+    """Flip a bit in the middle of a file, so that its size stays and torch.load reads it."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0x80
     path.write_bytes(bytes(content))
@@ -332,7 +332,7 @@ EVERY = ("checkpoint.every_n_steps=1", "checkpoint.keep=3")
 
 
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(broken, finished, tmp_path):
-    """It was gone on from in silence; the end is now that of a run without the failure."""
+    """It used to be resumed silently; now the end is that of a run without a failure."""
     run = broken(tmp_path / "run", 13, *EVERY)
     flip(run.last_checkpoint())
     assert cli.main([f"resume={run.path}"]) == 0
@@ -345,7 +345,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(broken, finished
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_begins_again(broken, finished, tmp_path):
-    """It says so of each, and the end is the same."""
+    """Each damaged checkpoint is reported, and the end is the same."""
     run = broken(tmp_path / "run", 13, *EVERY)
     for path in run.checkpoints.glob("*.ckpt"):
         flip(path)
@@ -359,7 +359,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_begins_again(broken, finished, 
 def test_a_checkpoint_of_an_earlier_version_is_gone_on_from_and_labelled(
     broken, finished, tmp_path
 ):
-    """No digest of it was recorded."""
+    """The digest of an older checkpoint was not recorded."""
     run = broken(tmp_path / "run", 13, *EVERY)
     (run.checkpoints / "sha256.json").unlink()
     assert cli.main([f"resume={run.path}"]) == 0
@@ -371,7 +371,7 @@ def test_a_checkpoint_of_an_earlier_version_is_gone_on_from_and_labelled(
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"step_00000003.ckpt": 3}'])
 def test_digests_that_cannot_be_read_are_refused(broken, tmp_path, capsys, text):
-    """Nothing is believed, and nothing is lost."""
+    """Without digests no checkpoint is trusted, and none is removed."""
     run = broken(tmp_path / "run", 13, *EVERY)
     (run.checkpoints / "sha256.json").write_text(text, "utf-8")
     before = files(run)
@@ -381,7 +381,7 @@ def test_digests_that_cannot_be_read_are_refused(broken, tmp_path, capsys, text)
 
 
 def test_losses_of_an_earlier_attempt_go_where_the_resumed_one_has_none(tmp_path):
-    """Its selected adapter is of another validation, so only the base's lines still hold."""
+    """The selected adapter is of another validation, so only the base's losses still apply."""
     path = tmp_path / "validation.jsonl"
     lines = [
         {"item_id": "a", "condition": condition, "loss": 2.5, "tokens": 3}
@@ -402,7 +402,7 @@ def test_losses_of_an_earlier_attempt_go_where_the_resumed_one_has_none(tmp_path
 def test_a_run_that_succeeded_stays_so_when_going_on_is_refused(
     train_in, rows_file, tmp_path, capsys
 ):
-    """Its rows are others now: what it was is left byte for byte, and it is no failed run."""
+    """Its rows have changed: the record stays byte for byte, and the run is not failed."""
     mine = tmp_path / "rows.jsonl"
     mine.write_bytes(rows_file.read_bytes())
     run = train_in(tmp_path / "run", f"data.path={mine}", "trainer.max_steps=4")

@@ -1,4 +1,4 @@
-"""task=rejection_sampling: what is kept, trained on and continued, judged by the files alone."""
+"""The command task=rejection_sampling, judged by its files alone."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def command(*overrides, drawn=(), suite=("suite=none",)):
 
 
 def written(place):
-    """Write rows whose answers are digits, tasks that ask for one, and tasks that score."""
+    """Write rows answered with digits, tasks that ask for a digit, and tasks for scoring."""
     own = [{"prompt": f"Digit of item {n}?", "response": "37"[n % 2]} for n in range(60)]
     (place / "own.jsonl").write_text(lines(*own), "utf-8")
     for name, count in (("tasks", 8), ("scored", 4)):
@@ -52,7 +52,7 @@ def written(place):
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
-    """Three rounds, scored by other tasks."""
+    """Three rounds, scored by other tasks than they sample."""
     place = tmp_path_factory.mktemp("rounds")
     written(place)
     with pytest.MonkeyPatch.context() as patch:
@@ -90,7 +90,7 @@ def rounds_of(place):
 
 
 def answers(place, number):
-    """The finished answers of a round's sampled model that hold a digit, by task."""
+    """The finished answers of a round's sampled model that contain a digit, by task."""
     found = {}
     for event in rows_in(place / "rounds" / f"round_{number}" / "sample" / "events.jsonl"):
         if DIGIT.search(event["completion"]) and event["finished"]:
@@ -118,7 +118,7 @@ def test_rounds_train_on_the_finished_answers_that_pass(done):
 
 
 def test_each_round_samples_from_the_adapter_of_the_round_before(done):
-    """And is trained from the base on its own rows and those of the user."""
+    """Each is trained from the base, on its own rows and those of the user."""
     first = manifest(done / "rounds" / "round_1" / "sample")
     assert first.inputs["subject"] == "base"
     for number in (2, 3):
@@ -136,7 +136,7 @@ def test_each_round_samples_from_the_adapter_of_the_round_before(done):
 
 
 def test_rounds_are_scored_by_other_tasks(done):
-    """The KPI of each round is that of its training run's scorecard; the report shows both."""
+    """The KPI of a round is that of its training run's scorecard, and the report shows both."""
     for one in rounds_of(done):
         card = json.loads((done / one["train"] / "scorecard.json").read_text("utf-8"))
         assert one["kpi"] == "task_success"
@@ -148,7 +148,7 @@ def test_rounds_are_scored_by_other_tasks(done):
 
 
 def test_a_finished_command_does_nothing_again(lab, capsys):
-    """A fourth round goes on from the third; nothing that is done is written again."""
+    """A fourth round continues from the third, and no file of a finished round is written again."""
     steps = sorted((lab / "rounds").glob("round_*/*/manifest.json"))
     before = {path: path.stat().st_mtime_ns for path in steps}
     suite = ("suite=jsonl", "suite.path=scored.jsonl", "suite.max_new_tokens=6")
@@ -161,7 +161,7 @@ def test_a_finished_command_does_nothing_again(lab, capsys):
 
 
 def test_another_command_is_refused(lab, capsys):
-    """With the settings that differ, before anything is done."""
+    """The message names the settings that differ, before anything is done."""
     suite = ("suite=jsonl", "suite.path=scored.jsonl", "suite.max_new_tokens=6")
     assert command("lora.r=4", suite=suite) == 2
     said = " ".join(capsys.readouterr().err.split())
@@ -170,7 +170,7 @@ def test_another_command_is_refused(lab, capsys):
 
 
 def test_changed_answers_are_refused(lab, capsys):
-    """A row more, and nothing is trained on."""
+    """After one more row in the answers, nothing is trained on them."""
     file = lab / "rounds" / "round_2" / "sample" / "passing.jsonl"
     with file.open("a", encoding="utf-8") as out:
         out.write(json.dumps({"prompt": "Digit?", "response": "9", "group": "jsonl/x"}) + "\n")
@@ -180,7 +180,7 @@ def test_changed_answers_are_refused(lab, capsys):
 
 
 def test_an_interrupted_sampling_is_done_again(lab):
-    """What it left is kept under another name, and the same rows come out."""
+    """The incomplete answers are kept under another name, and the new rows are the same."""
     place = lab / "rounds" / "round_3"
     rows = (place / "rows.jsonl").read_bytes()
     shutil.rmtree(place / "train")
@@ -194,7 +194,7 @@ def test_an_interrupted_sampling_is_done_again(lab):
 
 
 def test_an_interrupted_training_goes_on_to_the_same_adapter(here, done, break_at):
-    """Cancelled in round 2, continued by the same command: bit for bit that of no interruption."""
+    """Cancelled in round 2, the same command gives the uninterrupted adapter, bit for bit."""
     suite = ("suite=jsonl", "suite.path=scored.jsonl", "suite.max_new_tokens=6")
     more = ["callbacks=default", "checkpoint.every_n_steps=10"]
     assert command("rejection_sampling.rounds=1", *more, suite=suite) == 0
@@ -209,7 +209,7 @@ def test_an_interrupted_training_goes_on_to_the_same_adapter(here, done, break_a
 
 
 def test_a_round_may_start_from_the_last_adapter_and_its_own_rows(here):
-    """start=last continues from the round before; rows=newest forgets earlier answers."""
+    """With start=last it continues from the round before; rows=newest drops earlier answers."""
     settings = ["rejection_sampling.start=last", "rejection_sampling.rows=newest"]
     assert command("rejection_sampling.rounds=2", *settings, "hydra.run.dir=whole") == 0
     second = here / "rounds" / "round_2"
@@ -220,7 +220,7 @@ def test_a_round_may_start_from_the_last_adapter_and_its_own_rows(here):
 
 
 def test_a_spent_budget_begins_no_further_round(here):
-    """The round that is at work ends."""
+    """The round in progress is finished."""
     assert command("rejection_sampling.hours=1e-6", "hydra.run.dir=whole") == 0
     assert len(rounds_of(here)) == 1
     assert manifest(here / "whole").results["stopped"].startswith("the budget of 1e-06 hours")
@@ -228,7 +228,7 @@ def test_a_spent_budget_begins_no_further_round(here):
 
 
 def test_nothing_is_trained_if_no_answer_passes(here, capsys):
-    """Without rows of the user, the first round has nothing else."""
+    """Without rows of the user, the first round has nothing to train on."""
     (here / "tasks.jsonl").write_text(
         lines({"id": "none", "prompt": "Say it.", "expected": "never said", "check": "contains"})
     )
@@ -242,7 +242,7 @@ def test_nothing_is_trained_if_no_answer_passes(here, capsys):
 
 
 def test_a_command_without_place_or_tasks_is_refused(here, capsys):
-    """Both are said at once."""
+    """Both are reported together."""
     assert cli.main(["task=rejection_sampling", *OWN, "suite=none"]) == 2
     said = capsys.readouterr().err
     assert "rejection_sampling.output: no output directory given" in said
@@ -264,7 +264,7 @@ def test_a_command_without_place_or_tasks_is_refused(here, capsys):
     ],
 )
 def test_rounds_that_could_not_end_are_not_begun(here, capsys, drawn, overrides, code, said):
-    """Nothing is sampled for hours first."""
+    """They are refused before hours of sampling."""
     is_own = {"data=jsonl", "data.path=own.jsonl"} if "data=synthetic" in overrides else set()
     typed = [text for text in OWN if text not in is_own]
     fixed = ["task=rejection_sampling", "rejection_sampling.output=rounds", sample(*drawn)]

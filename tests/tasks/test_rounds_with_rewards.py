@@ -1,4 +1,4 @@
-"""task=rejection_sampling with objective=grpo: graded answers, judged by the files alone."""
+"""The command task=rejection_sampling with objective=grpo: graded answers, by its files alone."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def write_tasks(place, expected=r"\d"):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A model that answers with one of two digits and two letters, and ends; and its tasks."""
+    """A model that answers with one of two digits and two letters, then ends; and its tasks."""
     place = tmp_path_factory.mktemp("base")
     rows = [{"prompt": f"Digit of item {n}?", "response": "37ab"[n % 4]} for n in range(64)]
     (place / "own.jsonl").write_text(lines(*rows), "utf-8")
@@ -62,7 +62,7 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def done(base):
-    """Two rounds."""
+    """Two finished rounds; copy them, do not change them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(base)
         more = ["callbacks=default", "checkpoint.every_n_steps=4", "hydra.run.dir=whole"]
@@ -72,7 +72,7 @@ def done(base):
 
 @pytest.fixture
 def lab(done, tmp_path, monkeypatch):
-    """A copy, which a test may change."""
+    """A copy of the rounds, which a test may change."""
     shutil.copytree(done, tmp_path / "lab")
     monkeypatch.chdir(tmp_path / "lab")
     return tmp_path / "lab"
@@ -112,11 +112,11 @@ def test_rounds_train_on_all_finished_answers_by_their_rewards(done):
         assert one["prompts_of_both"] == of_both > 0
         assert one["rows"] == sum(map(len, expected.values()))
         known = manifest(place / "train").facts["sampled_answers"]
-        assert 0 < known["groups"] - known["groups_of_equal_rewards"] <= of_both  # one held out
+        assert 0 < known["groups"] - known["groups_of_equal_rewards"] <= of_both  # one is held out
 
 
 def test_a_round_begins_with_the_adapter_that_answered(done):
-    """Whose ratio is 1 at the first step; the answers of the second round have more reward."""
+    """The ratio is 1 at the first step, and the answers of the second round have more reward."""
     first, second = (done / "rounds" / f"round_{n}" for n in (1, 2))
     assert manifest(first / "train").inputs.get("init_from") is None
     weights = (first / "train" / "adapter" / "adapter.safetensors").read_bytes()
@@ -137,7 +137,7 @@ def test_a_round_begins_with_the_adapter_that_answered(done):
 
 
 def test_an_interrupted_round_goes_on_to_the_same_adapter(lab, done, break_at):
-    """Cancelled in its training, continued by the same command."""
+    """Cancelled during training, the round is continued by the same command."""
     shutil.rmtree(lab / "rounds" / "round_2" / "train")
     more = ["callbacks=default", "checkpoint.every_n_steps=4", "rejection_sampling.rounds=2"]
     break_at(6, Cancelled("SIGINT"))
@@ -150,7 +150,7 @@ def test_an_interrupted_round_goes_on_to_the_same_adapter(lab, done, break_at):
 
 
 def test_rounds_end_where_nothing_can_be_compared(lab, capsys):
-    """A first round whose answers all fail is refused."""
+    """If every answer of the first round fails, there is nothing to compare, and it is refused."""
     write_tasks(lab, expected="never said")
     shutil.rmtree(lab / "rounds")
     assert command() == 4
@@ -174,7 +174,7 @@ def test_rounds_end_where_nothing_can_be_compared(lab, capsys):
     ],
 )
 def test_rounds_of_other_answers_are_not_begun(here, capsys, drawn, groups, overrides, said):
-    """Their loss would be another than the one that the objective states."""
+    """Their loss would not be the one that the objective states."""
     code = command(*overrides, drawn=drawn, groups=groups, model="model=tiny_llama")
     assert code == 2
     assert said in " ".join(capsys.readouterr().err.split())

@@ -22,7 +22,7 @@ def closed(run):
 
 
 def test_a_run_is_on_record_as_started_before_anything_is_done(cell, tmp_path):
-    """Identity, seed, choices, provenance and the frozen configuration are there at once."""
+    """Identity, seed, choices, provenance and frozen configuration are written when it opens."""
     with open_run(tmp_path / "run", cell) as run:
         manifest = closed(run)
         assert manifest.status is Status.STARTED
@@ -37,7 +37,7 @@ def test_a_run_is_on_record_as_started_before_anything_is_done(cell, tmp_path):
 
 
 def test_a_block_that_ends_well_is_a_success(cell, tmp_path):
-    """Status, end, attempt and results agree, and both renderings are there."""
+    """Status, end, attempt and results agree, and both reports are written."""
     with open_run(tmp_path / "run", cell) as run:
         run.manifest.results["steps"] = 4
     manifest = closed(run)
@@ -81,7 +81,7 @@ def test_a_block_that_ends_well_is_a_success(cell, tmp_path):
     ids=["ours", "several", "a bug"],
 )
 def test_an_error_in_the_block_is_a_failure_on_record(cell, tmp_path, error, recorded):
-    """Type, message, remedy and exit code are kept, and the error goes on."""
+    """Type, message, remedy and exit code are recorded, and the error is raised again."""
     with pytest.raises(type(error)), open_run(tmp_path / "run", cell) as run:
         raise error
     manifest = closed(run)
@@ -91,7 +91,7 @@ def test_an_error_in_the_block_is_a_failure_on_record(cell, tmp_path, error, rec
 
 @pytest.mark.parametrize("error", [Cancelled("SIGINT"), KeyboardInterrupt()])
 def test_a_cancelled_run_is_no_failure(cell, tmp_path, error):
-    """Nothing went wrong, so nothing is recorded as an error."""
+    """A cancelled run records no error, as nothing went wrong."""
     with pytest.raises(type(error)), open_run(tmp_path / "run", cell) as run:
         raise error
     assert closed(run).status is Status.CANCELLED
@@ -99,7 +99,7 @@ def test_a_cancelled_run_is_no_failure(cell, tmp_path, error):
 
 
 def test_a_cancelled_run_closes_with_the_system_in_charge_of_signals(cell, tmp_path):
-    """The second signal ends the process whatever the report or a sink is doing."""
+    """A second signal ends the process, whatever the report or a sink is doing."""
     seen = []
 
     def cancelled(run):
@@ -112,7 +112,7 @@ def test_a_cancelled_run_closes_with_the_system_in_charge_of_signals(cell, tmp_p
 
 
 def test_every_finished_file_is_hashed(cell, tmp_path):
-    """Checkpoints and half-written files are no outputs; the hashes are those on disk."""
+    """Checkpoints and half-written files are not outputs; the hashes are those on disk."""
     with open_run(tmp_path / "run", cell) as run:
         atomic.write_text(run.dir.adapter / "adapter.safetensors", "weights")
         atomic.write_text(run.dir.peft / "adapter_config.json", "{}")
@@ -129,7 +129,7 @@ def test_every_finished_file_is_hashed(cell, tmp_path):
 
 
 def test_a_second_run_in_the_same_directory_is_refused(cell, tmp_path):
-    """The first one's record is not touched."""
+    """The first run's record does not change."""
     with open_run(tmp_path / "run", cell):
         pass
     before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
@@ -140,7 +140,7 @@ def test_a_second_run_in_the_same_directory_is_refused(cell, tmp_path):
 
 
 def test_a_task_that_cannot_be_resumed_is_not_told_to(tmp_path, capsys):
-    """A plan in a directory that has one: only another directory is left."""
+    """For a plan in a directory that has one, the message only suggests another directory."""
     command = ["task=plan", "model=tiny_llama", f"hydra.run.dir={tmp_path / 'plan'}"]
     assert cli.main(command) == 0
     capsys.readouterr()
@@ -151,7 +151,7 @@ def test_a_task_that_cannot_be_resumed_is_not_told_to(tmp_path, capsys):
 
 
 def test_a_run_at_work_keeps_others_out(cell, tmp_path):
-    """Neither a new run nor a resumed one may write beside it."""
+    """Neither a new nor a resumed run may write to its directory."""
     with open_run(tmp_path / "run", cell) as run:
         atomic.write_text(run.dir.path / "mark", "")
         with pytest.raises(RequestError, match="still working"), open_run(run.dir.path, cell):
@@ -164,7 +164,7 @@ def test_a_run_at_work_keeps_others_out(cell, tmp_path):
 
 
 def test_a_report_that_fails_is_a_note(cell, tmp_path, monkeypatch):
-    """The run has succeeded whatever its picture looks like."""
+    """The run succeeds even if its report cannot be rendered."""
 
     def refuse(_run):
         raise OSError("no ink")
@@ -177,7 +177,7 @@ def test_a_report_that_fails_is_a_note(cell, tmp_path, monkeypatch):
 
 
 def test_a_sink_that_fails_after_the_close_is_a_note_and_the_next_one_runs(cell, tmp_path):
-    """Each sink sees the closed manifest on disk, in order."""
+    """Every sink is called in order, with the closed manifest on disk."""
     seen = []
 
     def refuse(_manifest):
@@ -203,7 +203,7 @@ def test_a_failure_stays_one_when_its_report_fails_too(cell, tmp_path, monkeypat
 
 
 def test_a_result_that_is_not_finite_is_null_with_a_reason(cell, tmp_path):
-    """JSON has no NaN, and a run must close all the same."""
+    """JSON has no NaN, and the run must still close."""
     with open_run(tmp_path / "run", cell) as run:
         run.manifest.results.update(tuned_val_loss=math.nan, base_val_loss=2.0)
     manifest = closed(run)
@@ -215,7 +215,7 @@ def test_a_result_that_is_not_finite_is_null_with_a_reason(cell, tmp_path):
 
 
 def test_a_reopened_run_goes_back_to_its_step(cell, tmp_path):
-    """Later events and old reasons are gone; attempts and wall time add up."""
+    """Later events and old reasons are removed; attempts and wall time add up."""
 
     def failing(run):
         for step in (1, 2, 3):
@@ -237,13 +237,13 @@ def test_a_reopened_run_goes_back_to_its_step(cell, tmp_path):
     assert [a["status"] for a in manifest.attempts] == [Status.FAILED, Status.SUCCEEDED]
     assert [a["resumed_from_step"] for a in manifest.attempts] == [None, 1]
     assert manifest.notes == ["a note"]
-    assert manifest.unknown == contract_of(cell.config).unknown  # nothing of the first attempt
+    assert manifest.unknown == contract_of(cell.config).unknown  # no results of the first attempt
     assert manifest.results["wall_s"] > first
-    assert half.is_file()  # its writer may be alive
+    assert half.is_file()  # its writer may still be alive
 
 
 def test_other_conditions_than_before_are_noted(cell, tmp_path, monkeypatch):
-    """Code or machine that changed in between may change the result, so it is said."""
+    """Code or machine that changed between attempts may change the result."""
     with pytest.raises(DataError), open_run(tmp_path / "run", cell) as run:
         raise DataError("is empty")
     here = provenance.collect(tmp_path)

@@ -1,6 +1,6 @@
-"""eval.keep_passing, through the command line: what is kept, what is refused, what is told later.
+"""eval.keep_passing through the command line: what it keeps and refuses, and what runs say later.
 
-A server answers, so that what was written is known; one test asks a tiny model.
+A server gives the answers, so that they are known; one test samples a tiny model.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ TASKS = [
         ("never_solved", "Return the number of pallets plus nine", "number + 9", 14, 7),
     ]
 ]
-# What the model says of each function, one answer a sample.
+# The model's answers to each function, one for each sample.
 SAID = {
     "crates_needed": [
         "def crates_needed(number):\n    return -(-number // 3)\n",
@@ -67,7 +67,7 @@ SAMPLES = ["eval.samples=5", "eval.temperature=0.8", "eval.seed=3"]
 
 @contextmanager
 def model_that_says(said, finish="stop"):
-    """A server that gives each function's answers in turn, whatever the order of the requests."""
+    """A server that gives each function's answers in turn, in whatever order it is asked."""
     lock, order = threading.Lock(), {}
 
     class Handler(BaseHTTPRequestHandler):
@@ -86,7 +86,7 @@ def model_that_says(said, finish="stop"):
             self.wfile.write(data)
 
         def log_message(self, *_):
-            """Say nothing."""
+            """Log nothing."""
 
     httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=httpd.serve_forever)
@@ -110,14 +110,14 @@ def tasks(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sample(tasks, tmp_path_factory):
-    """Draw from the server; return the run and the file of rows."""
+    """Sample from the server; return the run and the file of rows."""
 
     def drawn(*overrides, said=SAID, finish="stop", code=0):
         place = tmp_path_factory.mktemp("drawn")
         run, rows = RunDir(place / "run"), place / "rows.jsonl"
         with model_that_says(said, finish) as url:
             server = ["eval.engine=openai", f"eval.base_url={url}", "eval.model=stand-in"]
-            server.append("suite.batch_size=1")  # one at a time, so that answers have an order
+            server.append("suite.batch_size=1")  # one at a time, so that the answers have an order
             command = ["task=evaluate", "path=base", *server, "suite=humaneval", *SAMPLES]
             named = [f"suite.path={tasks}", f"eval.keep_passing={rows}"]
             found = cli.main([*command, *named, *overrides, f"hydra.run.dir={run.path}"])
@@ -137,14 +137,14 @@ def rows_in(path):
 
 
 def passes(task, code):
-    """Run an answer and the task's tests by Python itself, without any of our code."""
+    """Run an answer and the task's tests with Python itself, without any of our code."""
     program = f"{code}\n{task['test']}\ncheck({task['entry_point']})\n"
     done = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, check=False)
     return done.returncode == 0
 
 
 def test_answers_that_pass_are_kept_once_each(drawn):
-    """Layout and comments do not make another answer; wrong ones are not there."""
+    """Layout and comments do not make another answer, and wrong answers are left out."""
     run, path = drawn
     rows = rows_in(path)
     crates = SAID["crates_needed"]
@@ -182,7 +182,7 @@ def test_answers_that_pass_are_kept_once_each(drawn):
 
 
 def test_kept_answers_pass_when_python_itself_runs_them(drawn):
-    """And those that were counted as failed do not."""
+    """The kept answers pass when Python runs them, and those counted as failed do not."""
     by_id = {task["task_id"]: task for task in TASKS}
     for row in rows_in(drawn[1]):
         code = row["response"].replace("```python\n", "").replace("\n```", "\n")
@@ -192,7 +192,7 @@ def test_kept_answers_pass_when_python_itself_runs_them(drawn):
 
 
 def test_rows_say_where_they_come_from(drawn):
-    """Enough to draw them again, and nothing that another run of the command changes."""
+    """Rows have what is needed to sample them again, and nothing that differs between two runs."""
     run, path = drawn
     rows = rows_in(path)
     card = Scorecard.read(run.scorecard)
@@ -217,7 +217,7 @@ def test_rows_say_where_they_come_from(drawn):
 
 
 def test_limit_of_a_prompt_keeps_the_first_ones(sample):
-    """And the same command gives the same file, byte for byte."""
+    """The limit keeps the first answers, and the same command writes the same bytes."""
     run, path = sample("eval.keep_per_prompt=2")
     assert [row["provenance"]["sample"] for row in rows_in(path)] == [0, 3, 0]
     assert Manifest.read(run.manifest).facts["rejection_sampling"]["over_limit"] == 1
@@ -240,7 +240,7 @@ SAID_RUST = [
 
 
 def test_rust_answers_are_told_apart_by_rustfmt(tmp_path):
-    """A body and a whole function of another layout are one answer."""
+    """After rustfmt, a body and a whole function in another layout are one answer."""
     for tool in ("bwrap", "rustc", "rustfmt"):
         if shutil.which(tool) is None:
             pytest.skip(f"{tool} is missing: apt-get install bubblewrap rustc rustfmt")
@@ -262,7 +262,7 @@ def test_rust_answers_are_told_apart_by_rustfmt(tmp_path):
 
 
 def test_answers_that_were_cut_are_not_kept(sample):
-    """They pass, and would teach a model not to end; the note says that the file is empty."""
+    """They pass, but would teach a model not to end; a note says that the file is empty."""
     run, path = sample(finish="length")
     manifest = Manifest.read(run.manifest)
     assert manifest.facts["rejection_sampling"]["unfinished"] == 9
@@ -272,7 +272,7 @@ def test_answers_that_were_cut_are_not_kept(sample):
 
 @pytest.fixture(scope="module")
 def mixed(drawn, rows_file, tmp_path_factory):
-    """The drawn rows among others."""
+    """The sampled rows, mixed with others."""
     path = tmp_path_factory.mktemp("mixed") / "rows.jsonl"
     path.write_text(rows_file.read_text("utf-8") + drawn[1].read_text("utf-8"))
     return path
@@ -293,7 +293,7 @@ def test_training_on_the_rows_and_scoring_by_their_suite_is_refused(
 def test_scoring_a_run_that_was_trained_on_the_rows_says_so(
     train_in, mixed, tasks, tmp_path, capsys
 ):
-    """Trained without a suite, scored later: manifest, report and its notes name the items."""
+    """For a run trained without a suite, the manifest, the report and its notes name the items."""
     data = [f"data.path={mixed}", "data.val_frac=0.05", "data.heldout_frac=0.05"]
     trained = train_in(tmp_path / "trained", *data)
     out = RunDir(tmp_path / "scored")
@@ -310,7 +310,7 @@ def test_scoring_a_run_that_was_trained_on_the_rows_says_so(
 
 
 def test_scoring_by_other_tasks_says_nothing(train_in, rows_file, tasks, tmp_path):
-    """The refusal's counterpart: rows without the tasks leave no note."""
+    """Rows that share no prompt with the tasks leave no note."""
     trained = train_in(tmp_path / "trained", f"data.path={rows_file}")
     out = RunDir(tmp_path / "scored")
     suite = ["suite=humaneval", f"suite.path={tasks}", "suite.max_new_tokens=8"]
@@ -343,14 +343,14 @@ BASE = ["task=evaluate", "path=base", "model=tiny_llama", "trainer=cpu", "eval.k
     ],
 )
 def test_what_cannot_be_sampled_is_refused(overrides, said, capsys):
-    """Exit code 2, before anything is asked."""
+    """Exit code 2, before anything is requested."""
     by_key = {text.partition("=")[0]: text for text in [*BASE, *overrides]}
     assert cli.main([*by_key.values()]) == 2
     assert said in capsys.readouterr().err
 
 
 def test_tasks_of_a_benchmark_are_refused_under_any_name(tmp_path, capsys):
-    """A file of tasks that our benchmark asks, renamed: exit code 4."""
+    """A renamed file of a benchmark's tasks is recognised: exit code 4."""
     from mens_exp.corpus.generator.generate import benchmark_tasks
 
     task = benchmark_tasks(0, 3)[2]
@@ -364,7 +364,7 @@ def test_tasks_of_a_benchmark_are_refused_under_any_name(tmp_path, capsys):
 
 
 def test_file_that_is_there_is_not_written_over(sample, drawn, capsys):
-    """Exit code 2, and the rows stay."""
+    """Exit code 2, and the existing file is unchanged."""
     before = drawn[1].read_bytes()
     sample(f"eval.keep_passing={drawn[1]}", code=2)
     assert "the file already exists" in capsys.readouterr().err
@@ -372,7 +372,7 @@ def test_file_that_is_there_is_not_written_over(sample, drawn, capsys):
 
 
 def test_sandbox_that_does_not_work_is_an_error(sample, monkeypatch, capsys):
-    """Exit code 3 and no file: a scorecard goes without, rows cannot."""
+    """Exit code 3 and no file: unlike a scorecard, rows need the sandbox."""
 
     def broken(config):
         raise SetupError("a probe was not contained", found="network")
@@ -384,7 +384,7 @@ def test_sandbox_that_does_not_work_is_an_error(sample, monkeypatch, capsys):
 
 
 def test_suite_of_a_registered_cycle_is_refused(sample, drawn, tmp_path, capsys):
-    """By its digest in the ledger; a ledger of another suite refuses nothing."""
+    """The suite is recognised by its digest in the ledger; other suites are not refused."""
     digest = Scorecard.read(drawn[0].scorecard).suite_digest
     for name, registered, code in (("same", digest, 4), ("other", "0" * 64, 0)):
         ledger = tmp_path / f"{name}.jsonl"
@@ -405,8 +405,8 @@ def test_suite_of_a_registered_cycle_is_refused(sample, drawn, tmp_path, capsys)
 
 
 def test_model_of_its_own_draws_the_same_rows_again(finished_with, tmp_path):
-    """The tuned answers alone, the adapter's hash in each row, whatever the size of a batch."""
-    run = finished_with("quant.compute_dtype=f32")  # in bf16 rounding depends on the batch
+    """Only tuned answers, each with the adapter's hash; the batch size makes no difference."""
+    run = finished_with("quant.compute_dtype=f32")  # in bf16 rounding depends on the batch size
     suite = tmp_path / "mine.jsonl"
     asked = [{"id": str(n), "prompt": f"Say {n}.", "expected": "."} for n in range(3)]
     suite.write_text("".join(json.dumps(one) + "\n" for one in asked))

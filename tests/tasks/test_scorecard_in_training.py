@@ -1,4 +1,4 @@
-"""Scorecards while training, as a whole run shows them."""
+"""Scorecards during training, as a whole run shows them."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def payloads(run):
 
 @pytest.fixture(scope="module")
 def scored(finished_with):
-    """A run that scores itself after steps 2 and 4, chosen by a KPI; only to be read."""
+    """A run scored after steps 2 and 4, with its adapter selected by a KPI; do not change it."""
     return finished_with(*EVERY, *BY_KPI)
 
 
 def test_a_run_that_scores_itself_trains_the_same(train_in, finished, tmp_path):
-    """The adapter is that of a run without, byte for byte, and so is every step's loss."""
+    """The adapter and the loss of every step are those of a run without scorecards."""
     run = train_in(tmp_path / "run", *EVERY)
     assert [(p["step"], p["items"]) for p in payloads(run)] == [(2, 1), (4, 1)]
     assert adapter(run) == adapter(finished)
@@ -43,7 +43,7 @@ def test_a_run_that_scores_itself_trains_the_same(train_in, finished, tmp_path):
 
 
 def test_its_answers_are_apart_from_the_final_scorecard(scored):
-    """One item a step in training; two of base and tuned at the end."""
+    """One item for each step in training; two for base and tuned at the end."""
     names = sorted(path.name for path in scored.scorecards.iterdir())
     assert names == ["step_00000002.jsonl", "step_00000004.jsonl"]
     assert [len(read_item_events(scored.events_at(step))) for step in (2, 4)] == [1, 1]
@@ -55,7 +55,7 @@ def test_its_answers_are_apart_from_the_final_scorecard(scored):
 
 
 def test_the_adapter_of_the_best_kpi_is_the_result(scored):
-    """Of equals the earliest; the manifest says by what it was chosen, and has its own loss."""
+    """The earliest of equal adapters; the manifest has the criterion and the adapter's own loss."""
     values = {p["step"]: p["eval/parse_rate"] for p in payloads(scored)}
     best = max(values, key=lambda step: (values[step], -step))
     results = Manifest.read(scored.manifest).results
@@ -70,7 +70,7 @@ def test_the_adapter_of_the_best_kpi_is_the_result(scored):
 
 
 def test_a_killed_run_still_knows_its_best_kpi(scored, broken, tmp_path):
-    """Stopped in the third step, resumed: the same adapter and the same scorecards."""
+    """Stopped in step 3 and resumed, it has the same adapter and the same scorecards."""
     run = broken(tmp_path / "run", 9, *EVERY, *BY_KPI)
     assert cli.main([f"resume={run.path}"]) == 0
     assert Manifest.read(run.manifest).attempts[-1]["resumed_from_step"] == 2
@@ -83,21 +83,21 @@ def test_a_killed_run_still_knows_its_best_kpi(scored, broken, tmp_path):
 
 
 def test_a_suite_without_an_item_is_refused_before_training(train_in, tmp_path, capsys):
-    """Not after the hours that training takes."""
+    """It is refused before the hours that training takes."""
     run = train_in(tmp_path / "run", *EVERY, "suite.max_new_tokens=3", code=2)
     assert "nothing can be scored while training runs" in capsys.readouterr().err
     assert not any(event["event"] == "step" for event in read_events(run.telemetry))
 
 
 def test_a_first_scorecard_after_the_last_epoch_is_refused(train_in, tmp_path, capsys):
-    """How many steps an epoch has is known once rows are packed."""
+    """The steps of an epoch are known once the rows are packed."""
     epochs = ("trainer.max_steps=-1", "trainer.max_epochs=1")
     train_in(tmp_path / "run", *SUITE, *epochs, "callbacks.scorecard.every_n_steps=500", code=2)
     assert "training ends before its first scorecard" in capsys.readouterr().err
 
 
 def test_a_kpi_of_executed_answers_needs_a_sandbox(train_in, tmp_path, capsys):
-    """sandbox=none would leave it unknown at the first scorecard."""
+    """With sandbox=none, the KPI would be unknown at the first scorecard."""
     train_in(
         tmp_path / "run",
         *EVERY,

@@ -26,7 +26,7 @@ TEXT = TrainingPair(prompt="", response="It was a bright cold day.")
 
 @pytest.fixture
 def config_with(tiny_config):
-    """Return a configuration with a suite, and nothing to run programs in."""
+    """Return a configuration with a suite, but without a sandbox to run programs in."""
 
     def configured(suite):
         config = tiny_config()
@@ -48,7 +48,7 @@ def tokenizer(tiny_base):
 
 
 class Answers:
-    """A backend that has one answer while the adapter is off, and another one else."""
+    """A backend that has one answer with the adapter off, and another with it on."""
 
     max_positions = 2048
 
@@ -72,7 +72,7 @@ class Answers:
 
 
 def test_base_and_tuned_are_told_apart(run, tokenizer, config_with):
-    """The base answers with the adapter off; each item has one event for each condition."""
+    """The base answers with the adapter off; each item has one event per condition."""
     backend = Answers(tokenizer, base="def f(", tuned="def f(): pass<|im_end|>")
     score(config_with(HeldoutSyntaxSuite(items=4)), run, backend, [ROW], tokenizer)
     card = Scorecard.read(run.dir.scorecard)
@@ -96,7 +96,7 @@ def test_a_real_graph_answers_as_base_and_as_tuned(
     tiny_backend,
     config_with,
 ):
-    """The base's answer is that of a graph without an adapter; a large B gives another one."""
+    """The base's answer is that of a graph without an adapter; a large B changes it."""
     backend = tiny_backend(live=True)
     for name, parameter in backend.trainable().items():
         parameter.data.mul_(50 if name.endswith("lora_b") else 1)
@@ -138,7 +138,7 @@ def test_no_scorecard_has_a_reason(
     heldout,
     reason,
 ):
-    """Nothing is generated and nothing is written."""
+    """Nothing is generated or written, and the reason is recorded."""
     backend = Answers(tokenizer, base="", tuned="")
     score(config_with(suite), run, backend, heldout, tokenizer)
     assert run.manifest.unknown["scorecard"] == reason
@@ -147,7 +147,7 @@ def test_no_scorecard_has_a_reason(
 
 
 def test_without_a_suite_both_models_answer_some_held_out_rows(run, tokenizer, config_with):
-    """The first by their ids, with the prompt, the row's own answer, and how each ended."""
+    """The first rows by id, with the prompt, the row's own answer, and how each answer ended."""
     backend = Answers(tokenizer, base="I do not know", tuned="def f(): pass<|im_end|>")
     rows = [TrainingPair(prompt=f"Write f{n}.", response=f"def f{n}(): pass") for n in range(5)]
     config = config_with(NoSuite(items=2))
@@ -174,14 +174,14 @@ def test_without_a_suite_both_models_answer_some_held_out_rows(run, tokenizer, c
     ids=["none asked for", "no rows", "plain texts", "a suite asks"],
 )
 def test_nothing_is_sampled_where_nobody_asks(run, tokenizer, config_with, suite, heldout):
-    """And no empty record is left behind."""
+    """No samples are requested, and no empty record is written."""
     backend = Answers(tokenizer, base="", tuned="")
     sample(config_with(suite), run, backend, heldout, tokenizer)
     assert not run.dir.samples.exists()
 
 
 def test_plain_texts_are_left_out_of_what_is_asked(run, tokenizer, config_with):
-    """The other held-out rows are asked, by a suite and for samples."""
+    """A plain text has no prompt, so suite and samples use the other held-out rows."""
     backend = Answers(tokenizer, base="no", tuned="yes")
     score(config_with(HeldoutSyntaxSuite()), run, backend, [TEXT, ROW], tokenizer)
     sample(config_with(NoSuite()), run, backend, [TEXT, ROW], tokenizer)
@@ -190,14 +190,14 @@ def test_plain_texts_are_left_out_of_what_is_asked(run, tokenizer, config_with):
 
 
 def test_equal_rows_are_sampled_once(run, tokenizer, config_with):
-    """A file may hold a row twice; its record has each item once."""
+    """The file may have a row twice, but its record has each item once."""
     backend = Answers(tokenizer, base="no", tuned="yes")
     sample(config_with(NoSuite()), run, backend, [ROW, ROW], tokenizer)
     assert [one["item_id"] for one in Samples.read(run.dir.samples).items] == [ROW.id]
 
 
 def test_samples_name_each_item_once(tmp_path):
-    """A record that does not is refused."""
+    """A record that names an item twice is refused."""
     one = {"item_id": "a", "prompt": "p", "reference": "r", "answers": {}}
     path = tmp_path / "samples.json"
     Samples(max_new_tokens=1, items=[one]).write(path)
@@ -210,7 +210,7 @@ def test_samples_name_each_item_once(tmp_path):
 
 
 def test_without_a_sandbox_tasks_are_null_and_syntax_is_measured(run, tokenizer, config_with):
-    """The scorecard says why, the manifest what to do; nothing else is used in its stead."""
+    """The scorecard has the reason, the manifest the remedy; there is no other way to execute."""
     backend = Answers(tokenizer, base="def f(", tuned="def f(): pass<|im_end|>")
     score(config_with(MiniPythonSuite(items=2)), run, backend, [], tokenizer)
     card = Scorecard.read(run.dir.scorecard)
@@ -228,7 +228,7 @@ def test_a_suite_that_fails_its_own_test_scores_nothing(
     config_with,
     tmp_path,
 ):
-    """An empty answer matches the pattern, so that any score would be worth nothing."""
+    """An empty answer matches the pattern, so that any score would be meaningless."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "?", "expected": "a*"}')
     suite = JsonlSuite(path=str(rows), check=JsonlCheck.regex)

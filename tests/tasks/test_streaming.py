@@ -19,14 +19,14 @@ def losses(run):
 
 
 def test_streamed_and_cached_rows_train_the_same_adapter(finished, train_in, tmp_path):
-    """With all sixty rows in the buffer: the same losses at each step, and the same bytes."""
+    """With all sixty rows in the buffer, the losses of all steps and the adapter are equal."""
     run = train_in(tmp_path / "run", "data.streaming=true", "data.shuffle_buffer=60")
     assert losses(run) == losses(finished)
     assert adapter(run) == adapter(finished)
 
 
 def test_a_broken_streamed_run_goes_on_to_the_same_bytes(broken, train_in, tmp_path):
-    """Stopped inside a window of rows, and resumed from its checkpoint."""
+    """Stopped inside a window of rows, it is resumed from its checkpoint."""
     through = train_in(tmp_path / "through", *WINDOWS)
     run = broken(tmp_path / "run", 13, *WINDOWS)
     assert cli.main([f"resume={run.path}"]) == 0
@@ -36,7 +36,7 @@ def test_a_broken_streamed_run_goes_on_to_the_same_bytes(broken, train_in, tmp_p
 
 
 def test_the_manifest_says_what_was_read(train_in, tmp_path):
-    """Which rows there are at all is not known, with the reason; what was read is."""
+    """The total number of rows is null with the reason; those that were read are counted."""
     run = train_in(tmp_path / "run", *WINDOWS)
     manifest = Manifest.read(run.manifest)
     data = manifest.inputs["data"]
@@ -51,7 +51,7 @@ def test_the_manifest_says_what_was_read(train_in, tmp_path):
 
 
 def test_changed_first_rows_are_refused_on_resume(broken, tmp_path, rows_file, capsys):
-    """As changed rows are of a run that read them all."""
+    """Changed first rows are refused, as any change is in a run that reads all its rows."""
     rows = tmp_path / "rows.jsonl"
     rows.write_bytes(rows_file.read_bytes())
     run = broken(tmp_path / "run", 13, *WINDOWS, f"data.path={rows}")
@@ -68,7 +68,7 @@ def test_changed_first_rows_are_refused_on_resume(broken, tmp_path, rows_file, c
     ],
 )
 def test_epochs_of_a_stream_are_refused(tiny_run, overrides, told, capsys):
-    """Nobody knows where one ends."""
+    """The end of an epoch of a stream is unknown."""
     kept = [one for one in tiny_run if "max_steps" not in one or "max_steps" not in overrides[0]]
     assert cli.main([*kept, "data.streaming=true", *overrides, "task=plan"]) == 2
     said = capsys.readouterr().err
@@ -76,7 +76,7 @@ def test_epochs_of_a_stream_are_refused(tiny_run, overrides, told, capsys):
 
 
 def test_a_buffer_without_streaming_is_refused(tiny_run, capsys):
-    """All rows are shuffled together then."""
+    """Without streaming all rows are shuffled together."""
     assert cli.main([*tiny_run, "data.shuffle_buffer=100", "task=plan"]) == 2
     assert "data.shuffle_buffer: has no effect with data.streaming=false" in capsys.readouterr().err
 
@@ -85,13 +85,13 @@ def test_a_buffer_without_streaming_is_refused(tiny_run, capsys):
     ("source", "key"), [("stdlib", "streaming=true"), ("synthetic", "shuffle_buffer=9")]
 )
 def test_only_rows_that_somebody_wrote_are_streamed(source, key, capsys):
-    """Others are made here, and there is nothing to stream."""
+    """Generated rows are made here, so there is nothing to stream."""
     assert cli.main([f"data={source}", f"data.{key}", "task=plan"]) == 2
     assert f"data.{key.partition('=')[0]}" in capsys.readouterr().err
 
 
 def test_a_mix_streams_no_source(rows_file, capsys):
-    """It draws by weight from rows that it knows all of."""
+    """A mix draws by weight, and needs to know all rows of its sources."""
     source = f"{{path:{rows_file},weight:1,streaming:true}}"
     assert cli.main(["data=mix", f"data.sources=[{source}]", "task=plan"]) == 2
     assert "data.sources[0].streaming: is not a key of jsonl in a mix" in capsys.readouterr().err
@@ -99,7 +99,7 @@ def test_a_mix_streams_no_source(rows_file, capsys):
 
 @pytest.mark.parametrize("split", ["train[:10]", "train+test"])
 def test_parts_and_sums_of_splits_are_not_streamed(split, capsys):
-    """`datasets` streams one split from its beginning."""
+    """`datasets` can only stream a whole split from its beginning."""
     command = ["data=hub", "data.id=a/b", f"data.split='{split}'", "data.streaming=true"]
     assert cli.main([*command, "trainer.max_steps=1", "task=plan"]) == 2
     assert "data.split: part of a split cannot be streamed" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""sweep.html: what is read of a sweep, what its page says, and the page in a browser."""
+"""The page sweep.html: what is read from a sweep, what the page has, and the page in a browser."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def page(review):
 
 @pytest.fixture
 def sweep(study, sweep_over):
-    """Three seeds of two arms that ended well, and a job that was killed."""
+    """Three seeds of two arms that succeeded, and a job that was killed."""
     how = {"seeds": range(1, SEEDS + 1), "passes": lambda arm, seed: 1 + arm + (seed > 2)}
     return sweep_over(study(**how), SEEDS)
 
 
 def test_cells_have_what_their_runs_measured(sweep):
-    """Factors from the command, KPIs and costs from the runs; the seed stands last."""
+    """Factors are from the command, KPIs and costs from the runs; the seed is the last column."""
     review = read_sweep(sweep)
     assert review.factors == ["quant.double_quant", "seed"]
     cell = review.cells[3]
@@ -47,14 +47,14 @@ def test_cells_have_what_their_runs_measured(sweep):
 
 
 def test_a_job_without_a_run_has_no_values_and_its_reason(sweep):
-    """Unknown is no zero."""
+    """Unknown values are null with a reason, not zero."""
     cell = read_sweep(sweep).cells[-1]
     assert (cell.state, cell.values, cell.has_report) == ("failed", {}, False)
     assert cell.reason == "killed by <b>SIGKILL</b>"
 
 
 def test_a_job_whose_process_was_killed_is_interrupted(sweep):
-    """Its record says that it runs until somebody resumes it; a living process is at work."""
+    """Its record says running until it is resumed, but only a living process is running."""
     record = SweepRecord.read(sweep.record)
     record.jobs[0]["state"] = JobState.RUNNING
     record.write(sweep.record)
@@ -70,7 +70,7 @@ def test_a_job_whose_process_was_killed_is_interrupted(sweep):
 
 
 def test_arms_are_compared_as_task_compare_does(sweep):
-    """Paired by seed, over the runs that ended well."""
+    """They are paired by seed, over the runs that succeeded."""
     compared = read_sweep(sweep).comparison
     assert compared is not None
     assert [arm["seeds"] for arm in compared.arms] == [[1, 2, 3], [1, 2, 3]]
@@ -78,7 +78,7 @@ def test_arms_are_compared_as_task_compare_does(sweep):
 
 
 def test_a_sweep_without_a_run_says_why_nothing_is_compared(tmp_path, sweep_over):
-    """A sweep of which every job failed still has a page."""
+    """A sweep whose jobs all failed has a page too."""
     sweep = sweep_over(tmp_path / "none", 0)
     review = read_sweep(sweep)
     assert review.comparison is None
@@ -87,7 +87,7 @@ def test_a_sweep_without_a_run_says_why_nothing_is_compared(tmp_path, sweep_over
 
 
 def test_a_damaged_record_costs_its_cell_the_values_alone(sweep):
-    """The cell says what cannot be read; nothing is compared without it."""
+    """The cell says what cannot be read, and nothing is compared without it."""
     (sweep.path / "2_runs" / "manifest.json").write_text("{", encoding="utf-8")
     review = read_sweep(sweep)
     assert review.cells[2].values == {}
@@ -97,19 +97,19 @@ def test_a_damaged_record_costs_its_cell_the_values_alone(sweep):
 
 
 def test_a_damaged_sweep_is_refused(sweep):
-    """Without its own record there is nothing to show."""
+    """Without the sweep's own record there is nothing to show."""
     sweep.record.write_text("{", encoding="utf-8")
     with pytest.raises(DataError, match=r"sweep\.json"):
         write_sweep_page(sweep)
 
 
 def test_the_page_is_the_same_for_the_same_records(sweep):
-    """Rendered twice, byte for byte."""
+    """Rendered twice, the page has the same bytes."""
     assert page(read_sweep(sweep)) == page(read_sweep(sweep))
 
 
 def test_texts_are_escaped_and_only_our_script_may_run(sweep):
-    """A reason, a completion or a left-out cell is text; the policy names one hash."""
+    """A reason, a completion or a cell is escaped; the policy allows scripts by hash."""
     events = sweep.path / "0_runs" / "events.jsonl"
     lines = [json.loads(line) for line in events.read_text(encoding="utf-8").splitlines()]
     for line in lines:
@@ -123,7 +123,7 @@ def test_texts_are_escaped_and_only_our_script_may_run(sweep):
 
 
 def test_equal_answers_of_several_cells_stand_there_once(sweep):
-    """Item 0 parses in every cell: one answer of the base, one of the tuned models."""
+    """Item 0 parses in every cell: one answer of the base and one of the tuned models."""
     text = page(read_sweep(sweep))
     assert "base · cells 0, 1, 2, 3, 4, 5" in text
     assert "tuned · cells 0, 1, 2, 3, 4, 5" in text
@@ -131,7 +131,7 @@ def test_equal_answers_of_several_cells_stand_there_once(sweep):
 
 
 def test_items_beyond_the_first_are_counted(sweep, monkeypatch):
-    """The page stays small and says what it leaves out."""
+    """The page stays small and says how many it leaves out."""
     monkeypatch.setattr("mens_exp.tasks.study_runs._MOST_ITEMS", 1)
     review = read_sweep(sweep)
     assert len(review.predictions) == 6
@@ -139,7 +139,7 @@ def test_items_beyond_the_first_are_counted(sweep, monkeypatch):
     assert "18 more are in the runs" in page(review)
 
 
-# In a browser.
+# The page in a browser.
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +154,7 @@ def browser_path():
 
 @pytest.fixture
 def opened(sweep, browser_path):
-    """The page in headless Chromium, from its file; an error of its script fails the test."""
+    """The page in headless Chromium, loaded from its file; a script error fails the test."""
     from playwright.sync_api import sync_playwright
 
     write_sweep_page(sweep)
@@ -171,18 +171,18 @@ def opened(sweep, browser_path):
 
 
 def cells(tab):
-    """Numbers of the rows that are shown, in their order."""
+    """Numbers of the visible rows, in their order."""
     rows = tab.locator("#cells tbody tr:visible th")
     return rows.all_inner_texts()
 
 
 def chooser(tab, place):
-    """Of the factors in their order, then of the state."""
+    """Return a list box by its position: those of the factors in order, then the state's."""
     return tab.locator("#filters select").nth(place)
 
 
 def test_a_click_sorts_and_a_second_one_turns_it_round(opened):
-    """By value, not by text; the cell without a value stays last."""
+    """Rows are sorted by value, not by text; the cell without a value is always last."""
     head = opened.locator("#cells thead button", has_text="val_loss")
     head.click()
     assert cells(opened) == ["1", "3", "5", "0", "2", "4", "6"]
@@ -192,7 +192,7 @@ def test_a_click_sorts_and_a_second_one_turns_it_round(opened):
 
 
 def test_a_factor_filters_rows_lines_and_answers(opened):
-    """And the state does, beside it."""
+    """The state is a filter beside the factors."""
     chooser(opened, 0).select_option("false")
     assert cells(opened) == ["1", "3", "5", "6"]
     lit = opened.locator("path.cell:not(.dim)")
@@ -209,7 +209,7 @@ def test_a_factor_filters_rows_lines_and_answers(opened):
 
 
 def test_a_run_is_opened_from_its_row(opened):
-    """The link leads to the run's own report; a job without one has none."""
+    """The link leads to the run's own report; a job without a run has no link."""
     row = opened.locator('tr[data-cell="3"]')
     row.get_by_role("link").click()
     opened.wait_for_url("**/3_runs/report.html")
@@ -220,7 +220,7 @@ def test_a_run_is_opened_from_its_row(opened):
 
 
 def test_further_kpis_come_on_request(opened):
-    """The table begins narrow."""
+    """The table begins with few columns."""
     head = opened.locator("#cells thead th", has_text="trainable_parameters")
     assert not head.is_visible()
     opened.get_by_label("all KPIs and costs").check()
@@ -228,7 +228,7 @@ def test_further_kpis_come_on_request(opened):
 
 
 def test_pointing_at_a_row_sets_off_its_line(opened):
-    """Of several lines, the eye finds the one."""
+    """The line of a row is highlighted among all lines of the figure."""
     opened.locator('tr[data-cell="2"]').hover()
     lit = opened.locator("path.cell.lit")
     assert lit.count() == 1
@@ -236,7 +236,7 @@ def test_pointing_at_a_row_sets_off_its_line(opened):
 
 
 def test_the_sweep_record_is_not_touched(sweep):
-    """The launcher alone writes it."""
+    """Only the launcher writes the sweep's record."""
     before = sweep.record.read_bytes()
     write_sweep_page(sweep)
     assert sweep.record.read_bytes() == before

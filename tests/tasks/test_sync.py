@@ -1,4 +1,4 @@
-"""task=sync, against a stand-in of the W&B service on loopback."""
+"""The command task=sync, against a stand-in for the W&B service on loopback."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEPS = 3
 
 @pytest.fixture
 def sweep(study, sweep_over):
-    """Two arms of one seed, with the telemetry of three steps each, and a job that failed."""
+    """Two arms of one seed, three steps of telemetry each, and a job that failed."""
     root = study(seeds=[1])
     for run in (RunDir(root / f"{number}_runs") for number in (0, 1)):
         with Telemetry(run.telemetry, clock=lambda: 1_700_000_000.0) as telemetry:
@@ -37,7 +37,7 @@ def sweep(study, sweep_over):
 
 @pytest.fixture
 def sync(tmp_path):
-    """Run task=sync on a path, each time in a directory of its own."""
+    """Run task=sync on a path, in a new directory each time."""
     numbers = iter(range(99))
 
     def command(path, *overrides):
@@ -48,13 +48,13 @@ def sync(tmp_path):
 
 
 def steps(service, run):
-    """Rows of a run's history as the service has them."""
+    """Rows of a run's history as the service received them."""
     rows = service.runs[run].history
     return [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row]
 
 
 def test_a_sweep_is_sent_in_order_with_names_and_lineage(sweep, sync, wandb_service):
-    """Runs first, then the sweep as one run; the second command sends nothing."""
+    """Runs are sent first, then the sweep as one run; a second command sends nothing."""
     assert sync(sweep.path) == 0
     assert wandb_service.unknown == []
     assert list(wandb_service.runs) == ["runs_0_runs", "runs_1_runs", "runs_sweep"]
@@ -82,7 +82,7 @@ def test_a_sweep_is_sent_in_order_with_names_and_lineage(sweep, sync, wandb_serv
 
 
 def test_the_sweep_is_one_run_with_its_tables_and_drawings(sweep, sync, wandb_service):
-    """The cells with factors, KPIs, cost and state, and what sweep.html shows."""
+    """The cells have factors, KPIs, cost and state, and the drawings are those of sweep.html."""
     assert sync(sweep.path) == 0
     run = wandb_service.runs["runs_sweep"]
     assert (run.job_type, run.group) == ("sweep", "runs")
@@ -109,7 +109,7 @@ def test_the_sweep_is_one_run_with_its_tables_and_drawings(sweep, sync, wandb_se
 
 
 def test_a_study_is_named_on_each_of_its_runs(sweep, sync, wandb_service):
-    """Its hypothesis as notes and its name as a tag, on the run of the whole sweep too."""
+    """Its hypothesis is in the notes and its name in the tags, on the sweep's own run too."""
     record = SweepRecord.read(sweep.record)
     settings = settings_of(StudyConfig(hypothesis="It is lower.", seeds=[1]))
     record.study = {
@@ -139,7 +139,7 @@ def test_a_service_with_errors_ends_it_and_the_next_command_sends_the_rest_once(
     wandb_service,
     capsys,
 ):
-    """The second run's artifacts are refused: its rows have arrived, and are not sent twice."""
+    """The second run's artifacts are refused after its rows arrived, which are not sent twice."""
     wandb_service.refuses = lambda name: (
         name == "CommitArtifact" and "runs_1_runs" in wandb_service.runs
     )
@@ -165,7 +165,7 @@ def test_a_service_with_errors_ends_it_and_the_next_command_sends_the_rest_once(
 
 
 def test_a_service_that_never_answers_is_given_up_on(sweep, sync, wandb_service):
-    """Within the time that was given; what had begun is ended, and nothing staged is left."""
+    """After the time limit, the sending process is ended and its staged files are removed."""
     wandb_service.hangs = lambda _: True
     assert sync(sweep.path / "0_runs", "sync.timeout_s=8") == 3
     (delivery,) = SyncRecord.read(sweep.path / "0_runs" / "sync.json").deliveries
@@ -178,7 +178,7 @@ def test_a_service_that_never_answers_is_given_up_on(sweep, sync, wandb_service)
 def test_a_run_that_is_stopped_in_the_service_is_sent_to_its_end(
     sweep, sync, wandb_service, wandb_sweeps
 ):
-    """W&B's client answers a stop by an interrupt of the process that sends."""
+    """W&B's client interrupts the sending process when a run is stopped in the service."""
     wandb_sweeps.stopping.add("runs_0_runs")
     assert sync(sweep.path / "0_runs") == 0
     assert steps(wandb_service, "runs_0_runs") == [(1, 1.75), (2, 1.5), (3, 1.25)]
@@ -186,7 +186,7 @@ def test_a_run_that_is_stopped_in_the_service_is_sent_to_its_end(
 
 
 def test_a_slow_service_gets_everything(sweep, sync, wandb_service):
-    """Each answer takes a tenth of a second, hundreds of them."""
+    """Each of hundreds of responses takes a tenth of a second."""
     wandb_service.delay_s = 0.1
     assert sync(sweep.path / "0_runs", "sync.project=elsewhere") == 0
     assert steps(wandb_service, "runs_0_runs") == [(1, 1.75), (2, 1.5), (3, 1.25)]
@@ -200,7 +200,7 @@ def test_without_an_account_nothing_is_asked_and_nothing_prompted(
     monkeypatch,
     capsys,
 ):
-    """The way to get one is named."""
+    """The message says how to get an account."""
     monkeypatch.delenv("WANDB_API_KEY")
     assert sync(sweep.path) == 3
     assert "wandb login" in capsys.readouterr().err
@@ -217,7 +217,7 @@ def test_nothing_to_send_is_refused(tmp_path, sync, wandb_service):
 def test_a_run_that_is_sent_by_another_process_is_not_sent_twice(
     sweep, sync, wandb_service, capsys
 ):
-    """Its lock says so."""
+    """Its lock shows that it is being sent."""
     from mens_exp.artifacts.host import run_lock
 
     with run_lock(sweep.path / "0_runs" / "sync.lock"):
@@ -230,7 +230,7 @@ def test_a_run_that_is_sent_by_another_process_is_not_sent_twice(
 
 
 def test_what_is_made_of_something_comes_after_it(study, compare, tmp_path):
-    """Training, then its evaluation, then the comparison that read the evaluation."""
+    """Training, then its evaluation, then the comparison that used the evaluation."""
     root = study(seeds=[1])
     scored = study("scored", seeds=[1], of=root)
     compare(f"[{root},{scored}]")
@@ -249,7 +249,7 @@ def test_what_is_made_of_something_comes_after_it(study, compare, tmp_path):
 
 
 def test_a_merge_is_tied_to_the_run_whose_adapter_it_read(study):
-    """By the adapter's place; and what was made of the merged model, to the merge."""
+    """By the adapter's path or hash; what used the merged model is tied to the merge."""
     root = study(seeds=[1])
     trained = Manifest.read(root / "0_runs" / "manifest.json")
     for name, task, inputs in (
@@ -276,7 +276,7 @@ def test_a_merge_is_tied_to_the_run_whose_adapter_it_read(study):
 
 
 def test_latest_means_the_sweep_of_the_last_run(sweep, tmp_path, monkeypatch):
-    """Our own launcher leaves sweep.json, Hydra's multirun.yaml; without either it is one run."""
+    """Our launcher leaves sweep.json; without it, the last run alone is sent."""
     (tmp_path / "outputs").symlink_to(sweep.path.parent)
     monkeypatch.chdir(tmp_path)
     assert named_paths("latest") == [str(tmp_path / "outputs" / "runs")]
@@ -286,7 +286,7 @@ def test_latest_means_the_sweep_of_the_last_run(sweep, tmp_path, monkeypatch):
 
 
 def test_an_open_run_is_left_out_by_name(study):
-    """It is not sent as if it were whole."""
+    """An open run is not sent as if it were complete."""
     root = study(seeds=[1])
     manifest = Manifest.read(root / "0_runs" / "manifest.json")
     manifest.status = Status.STARTED
@@ -299,7 +299,7 @@ def test_an_open_run_is_left_out_by_name(study):
 def test_the_project_is_the_runs_own_unless_the_command_says_otherwise(
     study,
 ):
-    """A mirror that was to go to a project goes there."""
+    """A mirror is sent to the project that it names."""
     root = study(seeds=[1], arms=[["logger=wandb", "logger.project=lab", "logger.entity=us"], []])
     first, second = parcels([str(root)], SyncConfig(), "http://w").parcels
     assert first.order.to == Destination("http://w", "us", "lab")
@@ -309,7 +309,7 @@ def test_the_project_is_the_runs_own_unless_the_command_says_otherwise(
 
 
 def test_an_agents_run_goes_where_its_sweep_is(study):
-    """Whatever the account's default; a command that says otherwise wins."""
+    """It ignores the account's default project; a project in the command takes precedence."""
     root = study(seeds=[1])
     path = root / "0_runs" / "manifest.json"
     manifest = Manifest.read(path)
@@ -324,7 +324,7 @@ def test_an_agents_run_goes_where_its_sweep_is(study):
 
 
 def test_a_run_that_has_changed_is_another_parcel(study):
-    """Its digest says so."""
+    """The digest of the changed run differs."""
     root = study(seeds=[1])
     (first, _) = parcels([str(root)], SyncConfig(), "http://w").parcels
     before = first.digest()

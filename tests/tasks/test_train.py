@@ -15,7 +15,7 @@ from mens_exp.artifacts.telemetry import read_events
 
 
 def test_a_run_leaves_every_file_that_a_run_directory_has(finished):
-    """Nothing hidden, no lock, nothing half-written."""
+    """A run directory has no hidden files, no lock and nothing half-written."""
     names = {p.relative_to(finished.path).as_posix() for p in finished.path.rglob("*")}
     names = {name for name in names if not name.startswith((".hydra", "mens_exp.log"))}
     assert names == {
@@ -46,7 +46,7 @@ def test_a_run_leaves_every_file_that_a_run_directory_has(finished):
 
 
 def test_results_put_base_and_tuned_side_by_side(finished):
-    """The change is their ratio less one, and both are the validation events' own."""
+    """The change is the ratio of the two less one, and both are in the validation events."""
     manifest = Manifest.read(finished.manifest)
     results = manifest.results
     assert manifest.status is Status.SUCCEEDED
@@ -66,7 +66,7 @@ def test_results_put_base_and_tuned_side_by_side(finished):
 
 
 def test_what_is_unknown_says_why(finished):
-    """Every null among the results has a reason, and nothing else has one."""
+    """Every null among the results has a reason, and no other result has one."""
     manifest = Manifest.read(finished.manifest)
     null = {f"results.{name}" for name, value in manifest.results.items() if value is None}
     assert null == {"results.peak_cuda_bytes"}
@@ -81,7 +81,7 @@ def test_what_is_unknown_says_why(finished):
 
 
 def test_bits_per_byte_are_the_loss_over_the_learned_text(finished):
-    """Nats times tokens over bytes and ln 2; each token is a byte, but one end marker a row."""
+    """Nats times tokens over bytes and ln 2; each token is a byte, but for one end marker a row."""
     manifest = Manifest.read(finished.manifest)
     results, data = manifest.results, manifest.inputs["data"]
     read = [e["payload"] for e in read_events(finished.telemetry) if e["event"] == "validation"]
@@ -95,7 +95,7 @@ def test_bits_per_byte_are_the_loss_over_the_learned_text(finished):
 
 
 def test_inputs_are_on_record_by_content(finished, rows_file):
-    """Weights, tokenizer, template and tokenized rows each have a hash; sides are counted."""
+    """Weights, tokenizer, template and tokenized rows have hashes; both sides are counted."""
     inputs = Manifest.read(finished.manifest).inputs
     hashes = [name for name in inputs if name.endswith("_sha256")]
     assert sorted(hashes) == ["base_weights_sha256", "chat_template_sha256", "tokenizer_sha256"]
@@ -106,7 +106,7 @@ def test_inputs_are_on_record_by_content(finished, rows_file):
 
 
 def test_measured_stands_beside_predicted(finished):
-    """The plan made at the start has the figures of the end."""
+    """The plan from the start of the run is completed with the figures of the end."""
     plan = json.loads(finished.plan.read_text(encoding="utf-8"))
     results = Manifest.read(finished.manifest).results
     assert plan["measured"] == {
@@ -116,7 +116,7 @@ def test_measured_stands_beside_predicted(finished):
 
 
 def test_the_adapter_is_the_trained_graph(finished):
-    """Seven projections in two layers; B has moved away from zero everywhere."""
+    """Seven projections in two layers; B is no longer zero in any of them."""
     manifest, tensors = read_adapter(finished.adapter)
     assert len(manifest.layer_order) == 14
     assert all(tensors[f"{name}.lora_b"].any() for name in manifest.layer_order)
@@ -128,7 +128,7 @@ def test_the_adapter_is_the_trained_graph(finished):
 
 
 def test_minimal_callbacks_leave_no_checkpoint_and_say_so(train_in, tmp_path):
-    """The adapter is there all the same."""
+    """The adapter is written even so."""
     unread = "checkpoint.every_n_steps"
     run = train_in(tmp_path / "run", "callbacks=minimal", without=unread)
     manifest = Manifest.read(run.manifest)
@@ -138,9 +138,9 @@ def test_minimal_callbacks_leave_no_checkpoint_and_say_so(train_in, tmp_path):
 
 
 def test_epochs_bound_a_run_too(train_in, finished, tmp_path):
-    """One pass over all documents; the last step is filled up from the next pass."""
+    """A run of one epoch trains on all documents; the last step is filled from the next epoch."""
     run = train_in(tmp_path / "run", "trainer.max_steps=-1", "trainer.max_epochs=1")
-    assert finished.manifest.is_file()  # the rows are encoded, so that the plan's count is exact
+    assert finished.manifest.is_file()  # the rows are encoded, so the plan's count is exact
     results = Manifest.read(run.manifest).results
     data = Manifest.read(run.manifest).inputs["data"]
     every = json.loads(run.plan.read_text(encoding="utf-8"))["data"]
@@ -149,7 +149,7 @@ def test_epochs_bound_a_run_too(train_in, finished, tmp_path):
 
 
 def test_the_research_lane_warm_starts_on_the_model_s_own_ids(tiny_base, train_in, tmp_path):
-    """Plan, manifest and contract say so; the ids of another tokenizer are refused, exit code 2."""
+    """Plan, manifest and contract record it; ids of another tokenizer are refused, exit code 2."""
     on_directory = ["model=hf", f"model.id={tiny_base.directory}", "backend=burn"]
     run = train_in(tmp_path / "run", *on_directory, "trainer.max_steps=1")
     manifest = Manifest.read(run.manifest)
@@ -164,7 +164,7 @@ def test_the_research_lane_warm_starts_on_the_model_s_own_ids(tiny_base, train_i
 
 
 def test_ids_of_another_tokenizer_are_taken_where_that_is_said(tiny_base, train_in, tmp_path):
-    """A permission that is on record."""
+    """The permission to use them is recorded."""
     run = train_in(
         tmp_path / "run",
         *("model=hf", f"model.id={tiny_base.directory}", "backend=burn", "tokenizer=vox"),
@@ -177,7 +177,7 @@ def test_ids_of_another_tokenizer_are_taken_where_that_is_said(tiny_base, train_
 @pytest.mark.parametrize("backend", ["qlora", "lora", "full", "proxy", "burn"])
 @pytest.mark.parametrize("model", ["tiny_llama", "tiny_gpt2"])
 def test_every_backend_records_the_model_s_dimensions(backend, model, train_in, tmp_path):
-    """Those of config.json, which each family spells its own way."""
+    """They are read from config.json, in which every family has its own names for them."""
     options = [f"backend={backend}", f"model={model}", "model.num_hidden_layers=3"]
     run = train_in(tmp_path / "run", *options, "trainer.max_steps=1")
     facts = Manifest.read(run.manifest).facts
@@ -199,13 +199,13 @@ def test_every_backend_records_the_model_s_dimensions(backend, model, train_in, 
     ],
 )
 def test_the_research_lane_s_objective_is_noted_as_it_is(options, note, train_in, tmp_path):
-    """The seeds' one note where it is true: answers alone, in ChatML, next-token cross entropy."""
+    """One note, where it is true: answers alone, in ChatML, next-token cross entropy."""
     run = train_in(tmp_path / "run", "backend=burn", "trainer.max_steps=1", *options)
     assert Manifest.read(run.manifest).facts["training_objective_note"] == note
 
 
 def test_the_card_of_the_research_lane_names_its_method(train_in, tmp_path):
-    """LoRA, whose base learned too; only backend=full is full fine-tuning."""
+    """The method is LoRA, although the base learned too; only backend=full is full fine-tuning."""
     told = {}
     for backend in ("burn", "full"):
         run = train_in(tmp_path / backend, f"backend={backend}", "trainer.max_steps=1")
@@ -216,7 +216,7 @@ def test_the_card_of_the_research_lane_names_its_method(train_in, tmp_path):
 
 
 def test_a_run_removes_what_a_killed_one_left_of_a_comparison(train_in, tmp_path, monkeypatch):
-    """A run that is resumed after its comparison does not write that file again."""
+    """A run resumed after its comparison does not write the comparison's file again."""
     monkeypatch.setenv("MENS_EXP_CACHE", str(tmp_path / "cache"))
     train_in(tmp_path / "first")
     (known,) = (tmp_path / "cache" / "reference").iterdir()

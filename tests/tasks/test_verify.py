@@ -1,4 +1,4 @@
-"""task=inspect inspect.verify=true: whatever was changed is found and named, with exit code 4."""
+"""The command task=inspect inspect.verify=true: every change is found and named, exit code 4."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def differing(found):
 
 
 def flip(path, position=-5):
-    """Flip one bit of one byte; near its end a tensor file holds values."""
+    """Flip one bit of one byte; bytes near the end of a tensor file are values."""
     data = bytearray(path.read_bytes())
     data[position] ^= 1
     path.write_bytes(bytes(data))
@@ -42,12 +42,12 @@ def edit(path, change):
 
 @pytest.fixture
 def run(finished, tmp_path):
-    """A finished run to spoil."""
+    """A copy of a finished run, which a test may change."""
     return RunDir(shutil.copytree(finished.path, tmp_path / "runs" / "run"))
 
 
 def test_an_untouched_run_is_what_its_records_say(run, inspect):
-    """Outputs, record, adapter, base, tokenizer and rows, every one computed again."""
+    """Outputs, record, adapter, base, tokenizer and rows are recomputed and agree."""
     found = inspect(run.path, "inspect.verify=true")
     assert found.verification is not None
     outcomes = {one["name"]: one["outcome"] for one in found.verification["checks"]}
@@ -60,7 +60,7 @@ def test_an_untouched_run_is_what_its_records_say(run, inspect):
 
 
 def test_one_flipped_byte_of_a_tensor_file_is_found(run, typed, inspect):
-    """Named twice: by its hash, and beside the state that it was written from."""
+    """It is named by its hash, and as different from the state that it was written from."""
     flip(run.path / TENSORS)
     found = inspect(run.path, "inspect.verify=true", code=4)
     assert differing(found) == [f"outputs.{TENSORS}", "step_00000004.ckpt: adapter"]
@@ -70,7 +70,7 @@ def test_one_flipped_byte_of_a_tensor_file_is_found(run, typed, inspect):
 
 
 def test_one_flipped_byte_of_a_training_state_is_found(run, inspect):
-    """By its digest; the adapter that was written from it is as it was."""
+    """It is found by its digest; the adapter that was written from it still agrees."""
     flip(run.checkpoint(2))
     assert differing(inspect(run.path, "inspect.verify=true", code=4)) == [
         "checkpoints/step_00000002.ckpt"
@@ -82,7 +82,7 @@ def test_a_swapped_adapter_file_is_found(
     finished_with,
     inspect,
 ):
-    """The adapter of another seed, whole and of the same shapes."""
+    """The adapter of another seed, undamaged and with the same shapes."""
     other = finished_with("seed=7")
     shutil.copy(other.path / TENSORS, run.path / TENSORS)
     assert f"outputs.{TENSORS}" in differing(inspect(run.path, "inspect.verify=true", code=4))
@@ -114,13 +114,13 @@ def test_an_edited_manifest_is_found(
     change,
     name,
 ):
-    """By the configuration, telemetry, the contract itself, or the base on disk."""
+    """By its configuration, its telemetry, the contract itself, or the base on disk."""
     edit(run.manifest, change)
     assert name in differing(inspect(run.path, "inspect.verify=true", code=4))
 
 
 def test_a_resumed_run_is_what_its_records_say_and_replays(broken, inspect, tmp_path):
-    """Stopped in the fourth step, gone on with from the second."""
+    """The run was stopped in its fourth step and resumed from the second."""
     from mens_exp import cli
 
     stopped = broken(tmp_path / "stopped", 13)
@@ -135,7 +135,7 @@ def test_a_resumed_run_is_what_its_records_say_and_replays(broken, inspect, tmp_
 
 
 def test_an_unpacked_bundle_is_held_against_its_list(run, typed, inspect, tmp_path):
-    """The manifest too, which no output hash covers."""
+    """The list covers the manifest too, which no output hash does."""
     import tarfile
 
     typed(
@@ -155,14 +155,14 @@ def test_an_unpacked_bundle_is_held_against_its_list(run, typed, inspect, tmp_pa
 
 
 def test_an_edited_adapter_manifest_is_found(run, inspect):
-    """Twice the alpha: another model of the same tensors."""
+    """Twice the alpha makes another model of the same tensors."""
     edit(run.adapter / "adapter_manifest.json", lambda value: value.update(alpha=32))
     found = inspect(run.path, "inspect.verify=true", code=4)
     assert differing(found) == ["outputs.adapter/adapter_manifest.json"]
 
 
 def test_a_run_of_an_earlier_release_is_what_its_records_say(run, inspect):
-    """A configuration without the keys that came later has the digest that was recorded of it."""
+    """Without the keys that came later, a configuration has the digest recorded then."""
     values = yaml.safe_load(run.config.read_text("utf-8"))
     del values["compare"], values["eval"]["keep_passing"]
     run.config.write_text(yaml.safe_dump(values), "utf-8")
@@ -176,7 +176,7 @@ def test_a_run_of_an_earlier_release_is_what_its_records_say(run, inspect):
 
 
 def test_rows_that_changed_are_found_and_absent_ones_are_not_here(run, inspect, tmp_path):
-    """A file of rows that is gone is no error; one with another word is."""
+    """A missing file of rows is no error; one with a changed word is."""
     rows = tmp_path / "rows.jsonl"
     config = run.config.read_text("utf-8")
     (line,) = [text for text in config.splitlines() if text.strip().startswith("path: /")]
@@ -197,7 +197,7 @@ def test_rows_that_changed_are_found_and_absent_ones_are_not_here(run, inspect, 
 
 @pytest.fixture(scope="module")
 def merged(finished, tmp_path_factory):
-    """A run beside its merge, and the merge's own record; only to be copied."""
+    """A run, its merge, and the record of the merge; shared by all tests: copy them."""
     from mens_exp import cli
 
     root = tmp_path_factory.mktemp("merged") / "all"
@@ -215,7 +215,7 @@ def spoilt(merged, tmp_path):
 
 
 def test_a_merge_is_certified_again_figure_by_figure(spoilt, inspect):
-    """On the machine that wrote it, every figure comes out the same to the last bit."""
+    """On the machine that wrote it, every figure is the same to the last bit."""
     found = inspect(spoilt / "model", "inspect.verify=true")
     assert found.verification is not None
     checks = {one["name"]: one["outcome"] for one in found.verification["checks"]}
@@ -226,7 +226,7 @@ def test_a_merge_is_certified_again_figure_by_figure(spoilt, inspect):
 
 
 def test_without_the_run_that_wrote_it_the_trained_run_is_enough(spoilt, inspect):
-    """The command is made of what the certificate says; without both it says so."""
+    """The command is rebuilt from the certificate; without both runs, that is reported."""
     shutil.rmtree(spoilt / "record")
     found = inspect(spoilt / "model", "inspect.verify=true")
     assert found.verification is not None
@@ -242,7 +242,7 @@ def test_without_the_run_that_wrote_it_the_trained_run_is_enough(spoilt, inspect
 
 @pytest.mark.parametrize("with_record", [True, False])
 def test_an_edited_figure_of_a_certificate_is_found(spoilt, inspect, *, with_record):
-    """A better KL than was measured, and the verdict left as it was."""
+    """A maximal KL is halved, and the verdict left as it was."""
 
     def prettier(value):
         value["comparisons"]["requantized"]["max_kl"] *= 0.5
@@ -256,14 +256,14 @@ def test_an_edited_figure_of_a_certificate_is_found(spoilt, inspect, *, with_rec
 
 
 def test_an_edited_sentence_of_a_certificate_is_found(spoilt, inspect):
-    """No figure says it; the run that wrote the certificate kept a copy."""
+    """No figure depends on the sentence, but the run that wrote the certificate has a copy."""
     edit(spoilt / "model" / "parity.json", lambda value: value.update(reference="the best one"))
     found = differing(inspect(spoilt / "model", "inspect.verify=true", code=4))
     assert found == ["certificate of its run: text"]
 
 
 def test_a_flipped_source_is_found_where_the_merge_read_it(finished, inspect, tmp_path):
-    """Neither beside the output nor below outputs: the record of the merge names the place."""
+    """The source is found by the path that the merge recorded, though outside ./outputs."""
     run = shutil.copytree(finished.path, tmp_path / "deep" / "study" / "run")
     out = ["task=merge", f"path={run}", f"out={tmp_path / 'model'}", "parity.tokens=64"]
     record = f"hydra.run.dir={tmp_path / 'record'}"
@@ -274,7 +274,7 @@ def test_a_flipped_source_is_found_where_the_merge_read_it(finished, inspect, tm
 
 
 def test_a_figure_of_an_unknown_machine_may_be_close(spoilt, inspect):
-    """A thousandth more is close, and the note says why that counts; a tenth more differs."""
+    """A thousandth more is close, with a note that says why that counts; a tenth more differs."""
     shutil.rmtree(spoilt / "record")
     before = json.loads((spoilt / "model" / "parity.json").read_text("utf-8"))
     figure = before["comparisons"]["requantized"]["worst_layer"]["relative_error"]
@@ -294,14 +294,14 @@ def test_a_figure_of_an_unknown_machine_may_be_close(spoilt, inspect):
 
 
 def test_a_flipped_byte_of_a_merged_model_is_found(spoilt, inspect):
-    """By its hash; a certificate of other files is not measured again."""
+    """The hash shows it, and a certificate of other files is not measured again."""
     flip(spoilt / "model" / "model.safetensors")
     found = inspect(spoilt / "model", "inspect.verify=true", code=4)
     assert differing(found) == ["files.model.safetensors"]
 
 
 def test_a_file_too_many_and_one_too_few_are_found(spoilt, inspect):
-    """A certificate is of all files and of no other."""
+    """A certificate covers all files, and no others."""
     (spoilt / "model" / "config.json").rename(spoilt / "model" / "generation_config.json")
     (spoilt / "model" / "config.json").write_text("{}", "utf-8")
     found = inspect(spoilt / "model", "inspect.verify=true", code=4)
@@ -315,7 +315,7 @@ def test_an_exported_adapter_is_certified_again(
     inspect,
     form,
 ):
-    """Its tensors, and PEFT's graph; then with one byte of it flipped."""
+    """Its tensors and PEFT's graph agree; one flipped byte of it is then found."""
     out = run.path.parent / "out"
     record = f"hydra.run.dir={run.path.parent / 'record'}"
     typed("task=export", f"path={run.path}", f"format={form}", f"out={out}", record)
@@ -329,7 +329,7 @@ def test_an_exported_adapter_is_certified_again(
 
 
 def test_something_without_records_has_nothing_to_verify(run, inspect, tmp_path):
-    """An adapter directory by itself: said, and no error."""
+    """For an adapter directory outside any run this is reported, and is no error."""
     bare = shutil.copytree(run.adapter, tmp_path / "bare" / "adapter")
     found = inspect(bare, "inspect.verify=true")
     assert found.verification is not None
@@ -348,7 +348,7 @@ def test_a_truncated_adapter_is_found_and_the_rest_verified(run, inspect, typed)
 
 
 def test_a_certificate_whose_verdict_was_edited_is_found(spoilt, inspect):
-    """Its own figures deny it, so that it is no certificate."""
+    """The verdict contradicts the figures beside it, so the file is no certificate."""
     edit(spoilt / "model" / "parity.json", lambda value: value.update(passed=not value["passed"]))
     found = inspect(spoilt / "model", "inspect.verify=true", code=4)
     assert differing(found) == ["certificate"]
@@ -356,7 +356,7 @@ def test_a_certificate_whose_verdict_was_edited_is_found(spoilt, inspect):
 
 
 def test_of_two_merges_of_one_run_each_is_held_against_its_own_record(spoilt, typed, inspect):
-    """Files that both have say nothing; nor do equal tensors that were certified on other text."""
+    """Neither a file both merges have nor equal tensors certified on other text identify one."""
     for name, overrides in {"other": ["parity.tokens=200"], "half": ["merge.dtype=bf16"]}.items():
         typed(
             *(
@@ -379,9 +379,9 @@ def test_of_two_merges_of_one_run_each_is_held_against_its_own_record(spoilt, ty
 
 @pytest.fixture(scope="module")
 def study(finished, finished_with, tmp_path_factory):
-    """Two arms, each scored by an evaluation, compared and decided on: nothing to promote.
+    """Two arms, each scored by an evaluation, compared and decided on; nothing is promoted.
 
-    Records name each other by their paths, so what a test changes here it puts back.
+    Records name each other by path, so a test has to restore what it changes here.
     """
     root = tmp_path_factory.mktemp("study")
     arms = {"r16": finished, "r4": finished_with("lora.r=4")}
@@ -402,7 +402,7 @@ def study(finished, finished_with, tmp_path_factory):
 
 
 def links(found):
-    """Return what each link of the chain came to."""
+    """Return the outcome of each link of the chain."""
     outcomes = {}
     for check in found.verification["checks"]:
         outcomes.setdefault(check["link"], set()).add(str(check["outcome"]))
@@ -424,7 +424,7 @@ CHAIN = [
     ],
 )
 def test_the_chain_is_walked_from_its_end_to_the_base(study, inspect, place, last):
-    """Every link is in the table, whole, for both arms where the record is of both."""
+    """Every link is in the table and intact, for both arms if the record covers both."""
     found = inspect(study / place, "inspect.verify=true")
     assert found.kind == last
     assert links(found) == {link: {"equal"} for link in CHAIN[: CHAIN.index(last) + 1]}
@@ -436,7 +436,7 @@ def test_the_chain_is_walked_from_its_end_to_the_base(study, inspect, place, las
 
 @contextlib.contextmanager
 def flipped(*files):
-    """Flip one bit of each file, and put them back as they were."""
+    """Flip one bit of each file, and restore the files afterwards."""
     before = {file: file.read_bytes() for file in files}
     try:
         for file in files:
@@ -448,7 +448,7 @@ def flipped(*files):
 
 
 def test_one_changed_byte_of_any_link_is_found_from_the_end(study, inspect):
-    """Five files of three runs, each named with its run and its link."""
+    """Five files of three runs are changed; each is named with its run and its link."""
     changed = {
         ("r4", "adapter/adapter.safetensors"): "adapter",
         ("r16", "telemetry.jsonl"): "run",
@@ -472,14 +472,14 @@ def test_one_changed_byte_of_any_link_is_found_from_the_end(study, inspect):
 
 @pytest.mark.parametrize("file", ["compared/compare.json", "ledger.jsonl"])
 def test_one_changed_byte_of_the_last_links_is_found(study, inspect, file):
-    """The decision was made on the comparison that was, and the ledger holds its own chain."""
+    """The decision has the comparison's digest, and the ledger its own chain of digests."""
     with flipped(study / file):
         found = inspect(study / "decided", "inspect.verify=true", code=4)
     assert "differs" in links(found)["decision"]
 
 
 def test_a_comparison_whose_figures_were_edited_with_its_hash_is_found(study, inspect):
-    """The hash in its run's manifest agrees; only computing it again tells."""
+    """The hash in its run's manifest was edited too, so only recomputing it finds the edit."""
     file, manifest = study / "compared" / "compare.json", study / "compared" / "manifest.json"
     before = file.read_bytes(), manifest.read_bytes()
 
@@ -506,7 +506,7 @@ def test_rows_of_another_encoding_are_found(run, inspect):
 
 
 def test_a_scorecard_that_its_answers_deny_is_found(study, inspect):
-    """Its hash in the manifest agrees with the edited file."""
+    """The manifest has the hash of the edited scorecard, but its answers contradict it."""
     scored = study / "r4_scored"
     file, manifest = scored / "scorecard.json", scored / "manifest.json"
     before = file.read_bytes(), manifest.read_bytes()
@@ -526,7 +526,7 @@ def test_a_scorecard_that_its_answers_deny_is_found(study, inspect):
 
 
 def test_a_cut_ledger_lacks_the_decision_of_its_run(study, inspect):
-    """What is left of it is whole, but the run names an entry that is gone."""
+    """The rest of the ledger is intact, but the run names an entry that is missing."""
     ledger = study / "ledger.jsonl"
     before = ledger.read_bytes()
     try:
@@ -538,7 +538,7 @@ def test_a_cut_ledger_lacks_the_decision_of_its_run(study, inspect):
 
 
 def test_the_table_has_a_line_a_link(study, typed):
-    """In the chain's order, each with a sign for what it came to."""
+    """One line per link in the chain's order, with a sign for its outcome."""
     said = typed("task=inspect", f"path={study / 'decided'}", "inspect.verify=true")
     table = said[said.index("Verified: ") :]
     places = [re.search(rf"^ *= +{link} +\d+ +\d+ equal *$", table, re.MULTILINE) for link in CHAIN]

@@ -1,4 +1,4 @@
-"""docs/how-to/wandb.md: its table of what the browser view holds is what a mirror sends."""
+"""The table in docs/how-to/wandb.md of what the browser shows matches what a mirror sends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DRAWN = ("callbacks.scorecard.every_n_steps=2", "trainer.val_check_interval=4")
 
 
 def fields(of):
-    """Return the names in the table below a heading, by place; `<kpi>` and `…` stand for many."""
+    """Return the names in the table below a heading, by place; `<kpi>` and `…` match many."""
     _, _, rest = PAGE.read_text("utf-8").partition(f"**{of}**\n")
     table = rest.partition("\n\n**")[0].partition("\n## ")[0]
     found = {}
@@ -36,7 +36,7 @@ def is_told(name, told):
 
 @pytest.fixture(scope="module")
 def mirrored(finished_with):
-    """Return the records of the offline mirror of a run, by their kind, and its summary."""
+    """Return the records of a run's offline mirror by kind, and its summary."""
     run = finished_with("logger=wandb", *SUITE, *DRAWN)
     records = {}
     for line in _leet(run.wandb, "--json").splitlines():
@@ -71,7 +71,7 @@ def _found(mirrored, place):
 
 @pytest.mark.parametrize("place", ["Config", "Charts", "Summary", "Tables", "Panels", "Artifacts"])
 def test_what_a_run_sends_is_in_the_table(mirrored, place):
-    """Every section, curve, value, table and artifact of an offline run."""
+    """Every section, curve, value, table and artifact of an offline run is in the table."""
     told, found = fields("A training run")[place], _found(mirrored, place)
     assert found
     assert sorted(name for name in found if not is_told(name, told)) == []
@@ -81,7 +81,7 @@ def test_what_a_run_sends_is_in_the_table(mirrored, place):
     "place", ["Overview", "Config", "Tables", "Panels", "Artifacts", "Summary"]
 )
 def test_what_the_table_names_is_sent(mirrored, place):
-    """No row is about something that is not there; only a study has notes and a group."""
+    """Every row of the table is sent; only a study has notes and a group."""
     of_study = {"notes", "run_group"} if place == "Overview" else set()
     found = _found(mirrored, place) | of_study
     for name in fields("A training run")[place]:
@@ -89,12 +89,12 @@ def test_what_the_table_names_is_sent(mirrored, place):
 
 
 def test_sections_of_other_tasks_are_in_no_row():
-    """The table is as short as the configuration that is sent."""
+    """Sections of the configuration that is not sent are in no row."""
     assert not {"chat", "serve", "push", "corpus"} & set(fields("A training run")["Config"])
 
 
 def test_what_the_run_of_a_sweep_holds_is_in_the_table(study, sweep_over, wandb_service, tmp_path):
-    """As a service has it after task=sync: settings, tables, panels and drawings."""
+    """Settings, tables, panels and drawings, as the service has them after task=sync."""
     root = study(seeds=[1, 2])
     sweep_over(root, 2)
     assert cli.main(["task=sync", f"path={root}", f"hydra.run.dir={tmp_path}/sync"]) == 0

@@ -42,7 +42,7 @@ def told(steps, **values):
     ],
 )
 def test_steps_in_an_order_with_a_meaning_are_taken(steps):
-    """Nothing to say of them."""
+    """These steps give no problem."""
     assert told(steps) == ""
 
 
@@ -60,19 +60,19 @@ def test_steps_in_an_order_with_a_meaning_are_taken(steps):
     ],
 )
 def test_steps_without_a_meaning_are_refused(steps, what):
-    """Each with its reason."""
+    """Each message gives the reason."""
     assert what in told(steps, mix=MixStepConfig(weights={"a": 1.0}))
 
 
 def test_all_that_is_wrong_is_told_together():
-    """Two names, and a setting of the step that is right."""
+    """Two unknown steps, and a wrong setting of the valid step."""
     message = told(["a", "b", "split"], split=SplitStepConfig(val_frac=0.6, heldout_frac=0.4))
     assert message.count("unknown step") == 2
     assert "no rows are left to train on" in message
 
 
 def test_only_generate_begins_without_an_input():
-    """Every other first step has something to read."""
+    """Any other first step has nothing to read."""
     assert told(["generate"], input=None) == ""
     assert "add corpus.input=<path>" in told(["split"], input=None)
     assert "does not name any files" in told(["split"], input=[])
@@ -81,7 +81,7 @@ def test_only_generate_begins_without_an_input():
 
 
 def test_languages_that_nothing_reads_are_refused():
-    """With the nearest one that is read."""
+    """The message suggests the nearest supported language."""
     assert "the nearest is rust" in told(["extract"], extract=ExtractConfig(languages=["ruts"]))
     assert "nothing to extract" in told(["extract"], extract=ExtractConfig(languages=[]))
 
@@ -103,12 +103,12 @@ def test_one_name_for_several_projects_is_refused():
     ],
 )
 def test_a_mix_that_cannot_be_drawn_is_refused(mix, what):
-    """Weights and budget."""
+    """Weights and budget are checked."""
     assert what in told(["mix"], mix=mix)
 
 
 def test_code_is_compiled_in_a_sandbox_alone():
-    """sandbox=none and compile=true contradict each other; either alone is fine."""
+    """sandbox=none contradicts compile=true; either one alone is accepted."""
     compiles = ValidateConfig(compile=True)
     assert "nothing is compiled without" in told(
         ["validate"], validate=compiles, sandbox=NoSandbox()
@@ -118,5 +118,5 @@ def test_code_is_compiled_in_a_sandbox_alone():
 
 
 def test_other_tasks_are_not_asked():
-    """A run that trains has no steps."""
+    """A training run has no corpus steps."""
     assert list(rules.corpus_problems(config([], task="train"))) == []

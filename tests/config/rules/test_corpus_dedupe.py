@@ -1,4 +1,4 @@
-"""Settings of the steps dedupe and report, and where they stand among the steps."""
+"""Settings of the corpus steps dedupe and report, and the order of these steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def told(steps, *more):
     ],
 )
 def test_what_has_an_effect_is_accepted(steps, more):
-    """The report reads what duplicates are, and what rows are encoded with."""
+    """The report reads the settings for duplicates and for encoding rows."""
     assert told(steps, *more) == []
 
 
@@ -50,18 +50,18 @@ def test_what_has_an_effect_is_accepted(steps, more):
     ],
 )
 def test_what_has_none_is_refused(steps, more, where, what):
-    """With its place; the seed is told of beside the order."""
+    """Each is reported at its path; a wrong order is reported even beside an unread seed."""
     assert any(place == where and what in said for place, said in told(steps, more))
 
 
 def test_settings_of_near_duplicates_need_a_threshold():
-    """Exact ones have no shingles and no signatures."""
+    """Exact deduplication has no shingles and no signatures."""
     more = ["corpus.dedupe.threshold=null", "corpus.dedupe.shingle_tokens=3"]
     why = "with corpus.dedupe.threshold=null, which looks for exact duplicates alone"
     assert told("dedupe", *more) == [("corpus.dedupe.shingle_tokens", f"has no effect {why}")]
 
 
 def test_a_report_that_looks_for_no_duplicates_reads_nothing_of_them():
-    """Then the setting belongs to a step that is not done."""
+    """With corpus.report.duplicates=false, corpus.dedupe belongs to a step that does not run."""
     more = ["corpus.report.duplicates=false", "corpus.dedupe.by=row"]
     assert told("report", *more) == [("corpus.dedupe.by", "has no effect without the step dedupe")]

@@ -15,7 +15,7 @@ def problems(sources, *more):
 
 
 def test_sources_are_options_of_data_with_a_weight():
-    """A path is jsonl, an id hub; every other one is named. The record calls them as files are."""
+    """A path means jsonl, an id hub; any other source is named. The names are those in records."""
     config = MixData(
         sources=[
             {"path": "rows/a.jsonl", "weight": 0.5, "format": "alpaca"},
@@ -76,14 +76,14 @@ def test_mix_is_composed_from_the_command_line():
     ],
 )
 def test_source_that_cannot_be_read_is_refused_by_its_place(sources, where, told):
-    """The number counts from 0, as in the override that would set it."""
+    """The index in the path counts from 0, as in the override that sets it."""
     (problem,) = problems(sources)
     assert (problem.where, problem.exit_code) == (where, 2)
     assert told in str(problem)
 
 
 def test_problems_of_all_sources_are_told_together():
-    """Each by its place."""
+    """Each problem has the path of its source."""
     told = [one.where for one in problems(f"[{{weight:1}},{GOOD},{{path:a}}]")]
     assert told == ["data.sources[0].source", "data.sources[2].weight"]
 
@@ -96,21 +96,21 @@ def test_problems_of_all_sources_are_told_together():
     ],
 )
 def test_budget_and_its_size_go_together(more, told):
-    """One without the other is a slip."""
+    """Either setting without the other is a mistake."""
     (problem,) = problems(f"[{GOOD}]", *more)
     assert (problem.where, told in str(problem)) == ("data.budget_tokens", True)
     assert problems(f"[{GOOD}]", "data.stop=budget", "data.budget_tokens=9") == ()
 
 
 def test_sources_stay_what_they_were_when_read(tiny_config):
-    """Reading them changes nothing of the configuration."""
+    """Reading the sources leaves the configuration unchanged."""
     config = tiny_config("data=mix", f"data.sources=[{GOOD}]")
     sources_of(config.data)
     assert config.data.sources == [{"path": "a.jsonl", "weight": 1}]
 
 
 def test_second_phase_of_sigilderg_prefers_rows_two_to_one():
-    """Its preset with the sources that its comment names: one file, parted by category."""
+    """The preset, with the sources from its comment: one file, split by category."""
     from pathlib import Path
 
     preset = Path(__file__).parents[3] / "conf" / "preset" / "sigilderg_phase2.yaml"

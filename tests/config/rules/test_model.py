@@ -54,12 +54,12 @@ def wrong(tiny_config, values):
 
 @pytest.mark.parametrize("name", SOUND)
 def test_sound_dimensions_are_accepted(tiny_config, name):
-    """From two small layers to the shape of eight billion parameters."""
+    """The shapes range from two small layers to an 8B model."""
     assert wrong(tiny_config, SOUND[name]) == []
 
 
 @pytest.mark.parametrize("name", UNSOUND)
 def test_unsound_dimensions_are_refused(tiny_config, name):
-    """By their paths; what the family has no place for as much as what 4-bit blocks get wrong."""
+    """Settings that the family lacks, and sizes that 4-bit blocks do not divide, are named."""
     values, where = UNSOUND[name]
     assert wrong(tiny_config, values) == where

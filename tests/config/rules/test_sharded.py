@@ -1,4 +1,4 @@
-"""What of a run can be in parts."""
+"""The parts of a run that can be sharded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BF16, F32 = "quant.storage_dtype=bf16", "quant.storage_dtype=f32"
     ],
 )
 def test_a_frozen_base_is_held_in_parts(tiny_config, overrides):
-    """In four bits or as it is, with any adapter that leaves it alone."""
+    """A base in 4 bits or unquantized can be sharded, if its adapter does not change it."""
     assert list(sharded_problems(tiny_config(*FSDP, *overrides))) == []
 
 
@@ -58,13 +58,13 @@ def test_what_cannot_be_is_refused(
     found,
     remedy,
 ):
-    """By name, with the way out."""
+    """Each setting is named, with an alternative."""
     (problem,) = sharded_problems(tiny_config(*FSDP, *overrides))
     assert (problem.where, str(problem.found)) == (where, found)
     assert remedy in str(problem.remedy)
 
 
 def test_other_strategies_ask_for_nothing(tiny_config):
-    """Codes may lie in bytes, and every weight may learn."""
+    """Without FSDP, codes may be stored as bytes and every weight may be trained."""
     assert list(sharded_problems(tiny_config("trainer=ddp", "trainer.accelerator=cpu"))) == []
     assert list(sharded_problems(tiny_config("backend=full", "quant=none"))) == []

@@ -1,4 +1,4 @@
-"""What several processes ask of the numbers that they share."""
+"""Requirements of several processes on the numbers that they share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ DDP = ("trainer=ddp", "trainer.accelerator=cpu")
 
 
 def test_two_processes_share_four_micro_batches(tiny_config):
-    """The defaults of trainer=ddp are accepted, and so are eight processes of eight."""
+    """The defaults of trainer=ddp are valid, and so are eight processes for eight micro-batches."""
     two = tiny_config(*DDP)
     assert list(trainer_problems(two)) == []
     assert two.trainer.world_size == 2
@@ -19,7 +19,7 @@ def test_two_processes_share_four_micro_batches(tiny_config):
 
 
 def test_one_process_of_ddp_is_accepted(tiny_config):
-    """A run of two goes on with one."""
+    """A run of two processes can be resumed with one."""
     assert list(trainer_problems(tiny_config(*DDP, "trainer.devices=1"))) == []
 
 
@@ -36,7 +36,7 @@ def test_one_process_of_ddp_is_accepted(tiny_config):
     ],
 )
 def test_what_cannot_be_shared_evenly_is_refused(tiny_config, overrides, where, expected):
-    """Every step would have a process that waits for nothing."""
+    """In every step, some process would wait for the others."""
     (found,) = trainer_problems(tiny_config(*DDP, *overrides))
     assert found.where == where
     assert expected in str(found.expected)
@@ -44,7 +44,7 @@ def test_what_cannot_be_shared_evenly_is_refused(tiny_config, overrides, where, 
 
 @pytest.mark.parametrize("name", ["devices", "num_nodes"])
 def test_one_process_has_no_others(tiny_config, name):
-    """Without a strategy the number would do nothing."""
+    """The number has no effect without a strategy."""
     (found,) = trainer_problems(tiny_config(f"trainer.{name}=2"))
     assert found.where == f"trainer.{name}"
     assert "trainer=ddp" in str(found.remedy)

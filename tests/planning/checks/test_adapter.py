@@ -1,4 +1,4 @@
-"""What an adapter to start from must agree with, told before anything is loaded."""
+"""Check that the adapter in `lora.init_from` fits the run, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_an_adapter_that_fits_is_accepted(
     tiny_config,
     tiny_base,
 ):
-    """Same base, same layers, same rank; and no adapter at all is no problem either."""
+    """The base, layers and rank are the same; a run without lora.init_from is fine too."""
     start = adapter_for(tiny_config(), base=tiny_base.weights_sha256)
     assert list(check_initial_adapter(tiny_config(start))) == []
     assert list(check_initial_adapter(tiny_config())) == []
@@ -71,7 +71,7 @@ def test_an_adapter_that_does_not_fit_is_refused(
     where,
     text,
 ):
-    """By the preflight, with exit code 2 and what would fit."""
+    """`preflight` refuses it with exit code 2 and says what would fit."""
     start = adapter_for(tiny_config(), base=None)
     (problem,) = preflight(tiny_config(start, "data=stdlib", *overrides))
     assert (problem.where, problem.exit_code) == (where, 2)
@@ -79,7 +79,7 @@ def test_an_adapter_that_does_not_fit_is_refused(
 
 
 def test_more_layers_than_a_message_holds_are_counted(adapter_for, tiny_config):
-    """Eight names, and how many there are besides."""
+    """The message has eight names and the number of the others."""
     start = adapter_for(tiny_config("lora=qv"), base=None)
     (problem,) = check_initial_adapter(tiny_config(start))
     assert "l0.down, l0.gate" in str(problem.found)
@@ -91,7 +91,7 @@ def test_another_base_is_refused(
     tiny_config,
     tiny_base,
 ):
-    """Known as soon as the base lies in the cache."""
+    """It is detected once the base is in the cache."""
     assert tiny_base.directory.is_dir()
     start = adapter_for(tiny_config(), base="cd" * 32)
     (problem,) = preflight(tiny_config(start))
@@ -102,6 +102,6 @@ def test_another_base_is_refused(
 def test_a_missing_adapter_is_told_beside_everything_else(
     tiny_config,
 ):
-    """With the other problems of the command."""
+    """It is reported together with the other problems of the command."""
     problems = preflight(tiny_config("lora.init_from=nowhere", "data.seq_len=4096"))
     assert sorted(str(problem.where) for problem in problems) == ["data.seq_len", "lora.init_from"]

@@ -1,7 +1,7 @@
-"""The planner's refusals of flags, as a command meets them: the rules of their groups raise them.
+"""Flags that the planner refuses are reported by the config rules of their groups.
 
-`planning/preflight.py` leaves `Gate.FLAGS` out because a rule says the same by the setting's own
-name. Here each such refusal is held against its command.
+`planning/preflight.py` leaves out `Gate.FLAGS`, because a rule reports the same problem by the
+setting's path. Each such refusal is checked on a command here.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def flags(config):
 
 @pytest.mark.parametrize(("overrides", "where"), FLAGS.values(), ids=FLAGS)
 def test_refusal_of_flags_is_raised_for_the_command(overrides, where):
-    """By the dotted path that was typed; preflight does not say it a second time."""
+    """The rule reports the dotted path as typed, and `preflight` does not repeat it."""
     config = of(overrides)
     assert len(flags(config)) == 1
     assert [problem.where for problem in problems_of(config)] == [where]
@@ -58,7 +58,7 @@ def test_refusal_of_flags_is_raised_for_the_command(overrides, where):
 
 
 def test_incomplete_stack_is_raised_for_the_command(tiny_base, tmp_path):
-    """The one flag that files decide: by the check of the backend."""
+    """This flag depends on files, so the backend's check reports it in `preflight`."""
     base = Path(shutil.copytree(tiny_base.directory, tmp_path / "base"))
     tensors = load_file(base / "model.safetensors")
     del tensors["model.layers.1.self_attn.o_proj.weight"]
@@ -73,7 +73,7 @@ def test_incomplete_stack_is_raised_for_the_command(tiny_base, tmp_path):
 
 @pytest.mark.parametrize("found", [-0.1, 1.5])
 def test_skip_rate_is_no_setting_of_ours(found):
-    """A contract that another program wrote may have one; no command can make it."""
+    """Only another program's contract can have a skip rate; no command sets it."""
     contract = contract_of(of([]))
     assert contract.exec.max_skip_rate is None
     run = dataclasses.replace(contract.exec, max_skip_rate=found)

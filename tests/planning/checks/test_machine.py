@@ -35,7 +35,7 @@ SMALL = Disk(
 
 @pytest.fixture
 def told(tiny_config, tmp_path):
-    """Ask for what a device lacks for tiny_llama."""
+    """Return the problems of a device for a tiny_llama run."""
 
     def asked(
         device=CPU,
@@ -49,20 +49,20 @@ def told(tiny_config, tmp_path):
 
 
 def test_machine_that_holds_the_run_is_no_problem(told):
-    """Neither error nor warning, on CPU and GPU."""
+    """There is neither an error nor a warning, on CPU and on GPU."""
     assert told() == ([], [])
     assert told(GPU) == ([], [])
 
 
 def test_lower_bound_over_the_memory_is_refused(told):
-    """Only then; both figures are named."""
+    """The message has the free memory, and the exit code is 3."""
     (error,), warnings = told(memory=dataclasses.replace(FITS, low=101, high=120))
     assert "does not fit into the memory of a CPU" in str(error)
     assert (error.found, error.exit_code, warnings) == ("100 B free", 3, [])
 
 
 def test_upper_bound_over_the_memory_is_a_warning(told):
-    """It may fail, and may not."""
+    """Such a run may still succeed."""
     errors, (warning,) = told(memory=dataclasses.replace(FITS, low=100, high=101))
     assert errors == []
     assert "it may fail" in warning
@@ -70,7 +70,7 @@ def test_upper_bound_over_the_memory_is_a_warning(told):
 
 
 def test_memory_that_is_unknown_refuses_nothing(told):
-    """A driver that does not answer is no reason."""
+    """A driver that does not answer is no reason to refuse."""
     unknown = dataclasses.replace(GPU, free_bytes=None)
     assert told(unknown, dataclasses.replace(FITS, low=10**15)) == ([], [])
 
@@ -86,20 +86,20 @@ def test_memory_that_is_unknown_refuses_nothing(told):
     ],
 )
 def test_device_without_kernels_is_refused(told, device, found):
-    """Bitsandbytes loads one library, for the CPU or of torch's CUDA major version."""
+    """Bitsandbytes loads one library: for the CPU, or for the CUDA major version of torch."""
     (error,), _ = told(device)
     assert "no 4-bit kernels" in str(error)
     assert error.found == found
 
 
 def test_cpu_build_of_torch_has_no_gpu(told):
-    """Asked for by name, a GPU that torch cannot use is refused before torch is imported."""
+    """trainer=gpu with a CPU build of torch is refused before torch is imported."""
     (error,), _ = told(dataclasses.replace(GPU, torch="2.13.0+cpu", torch_cuda=None))
     assert error.found == "torch 2.13.0+cpu"
 
 
 def test_bf16_needs_the_device(told):
-    """A GPU without it is refused, a CPU without it is warned of; f32 asks for neither."""
+    """A GPU without bf16 is refused, a CPU gets a warning, and float32 needs neither."""
     old = dataclasses.replace(GPU, has_bf16=False, capability="7.5")
     (error,), _ = told(old)
     assert error.where == "quant.compute_dtype"
@@ -113,7 +113,7 @@ def test_bf16_needs_the_device(told):
 
 
 def test_full_disk_is_refused(told, monkeypatch, tmp_path):
-    """Run directory and cache on one disk count together: 20,000,006 bytes."""
+    """On one disk the run directory and the cache add up, here to 20,000,006 bytes."""
     needed = 2 + 3 * 1 + 20_000_000 + 1
     for free, refused in ((needed, False), (needed - 1, True)):
         monkeypatch.setattr(machine, "space", lambda _, free=free: (tmp_path, free))
@@ -123,7 +123,7 @@ def test_full_disk_is_refused(told, monkeypatch, tmp_path):
 
 
 def test_two_disks_are_judged_apart(told, monkeypatch, tmp_path):
-    """The cache is full, the run's place is not."""
+    """Here the cache's disk is full, and the run directory's is not."""
     here = Path.cwd()
     device = {tmp_path: SimpleStat(1), here: SimpleStat(2)}
     free = {tmp_path: 0, here: 10**12}
@@ -135,13 +135,13 @@ def test_two_disks_are_judged_apart(told, monkeypatch, tmp_path):
 
 @dataclasses.dataclass
 class SimpleStat:
-    """The part of a stat result that is asked for."""
+    """The only field of a stat result that the check reads."""
 
     st_dev: int
 
 
 def test_plan_is_not_refused_for_its_machine(tiny_config, monkeypatch):
-    """It shows what the machine lacks beside its figures; a run is refused."""
+    """A plan lists the machine's problems among its results; a run is refused."""
     poor = dataclasses.replace(CPU, free_bytes=1)
     monkeypatch.setattr(machine, "look", lambda _: poor)
     assert [error.where for error in check_machine(tiny_config())] == ["memory"]

@@ -14,7 +14,7 @@ from mens_exp.planning.checks import model as checks
 
 @pytest.fixture
 def base(tiny_base, tmp_path):
-    """A copy of tiny_llama's directory, to be changed."""
+    """A copy of tiny_llama's directory, to be modified."""
     return Path(shutil.copytree(tiny_base.directory, tmp_path / "base"))
 
 
@@ -34,7 +34,7 @@ def configure(base, **changes):
 
 
 def test_every_family_is_accepted(family_base, problems_of):
-    """As saved by the tests of the backends."""
+    """The directories are those saved for the backend tests."""
     for name in (
         "llama",
         "gpt2",
@@ -50,7 +50,7 @@ def test_every_family_is_accepted(family_base, problems_of):
 
 
 def test_a_table_of_positions_ends_where_it_ends(family_base, tiny_config):
-    """GPT-2's n_positions of 256 holds 256 tokens and not one more."""
+    """n_positions of GPT-2 is 256: it allows 256 tokens, not 257."""
     for seq_len, refused in ((256, False), (257, True)):
         config = tiny_config(f"data.seq_len={seq_len}")
         config.model = HfModel(id=str(family_base("gpt2").directory))
@@ -62,7 +62,7 @@ def test_fused_weights_are_held_to_their_widths(
     problems_of,
     tmp_path,
 ):
-    """Phi-3's gate and up in one matrix of 2·96 rows feed a down projection 96 wide."""
+    """The fused gate and up matrix of Phi-3 has 2 * 96 rows; the down projection has width 96."""
     directory = Path(shutil.copytree(family_base("phi3").directory, tmp_path / "phi3"))
     tensors = load_file(directory / "model.safetensors")
     for layer in range(2):
@@ -78,7 +78,7 @@ def test_fused_weights_are_held_to_their_widths(
 
 
 def test_quantized_weights_are_refused(base, problems_of):
-    """By what config.json says, and by the header where it says nothing."""
+    """config.json tells, and if it says nothing, the dtype in the safetensors header."""
     assert problems_of(HfModel(id=str(base))) == []
     configure(base, quantization_config={"quant_method": "gptq"})
     (problem,) = problems_of(HfModel(id=str(base)))
@@ -93,7 +93,7 @@ def test_quantized_weights_are_refused(base, problems_of):
 
 
 def test_masks_beside_the_weights_are_left_alone(base, problems_of):
-    """Old GPT-2 checkpoints carry boolean buffers."""
+    """Old GPT-2 checkpoints contain boolean buffers."""
     tensors = load_file(base / "model.safetensors")
     tensors["h.0.attn.bias"] = torch.ones(2, 2, dtype=torch.bool)
     save_file(tensors, base / "model.safetensors", {"format": "pt"})
@@ -118,7 +118,7 @@ def test_remote_code_is_run_only_where_there_is_some(
     trust,
     reason,
 ):
-    """A permission without use is refused, and so is code that the commit does not pin."""
+    """trust_remote_code is refused if it has no effect, or if the commit does not pin the code."""
     configure(base, auto_map=auto_map)
     problems = problems_of(HfModel(id=str(base), trust_remote_code=trust))
     assert bool(problems) is (reason is not None)
@@ -126,7 +126,7 @@ def test_remote_code_is_run_only_where_there_is_some(
 
 
 def test_random_weights_need_room(problems_of, monkeypatch):
-    """Two layers of 40,960 weights and a table of 320·64: 409,600 bytes in f32, half in bf16."""
+    """Two layers of 40,960 weights and a 320 * 64 table: 409,600 bytes in float32, half in bf16."""
     monkeypatch.setattr(checks, "space", lambda path: (path, 300_000))
     model = RandomModel(name="roomy", init_seed=987, num_attention_heads=2)
     (problem,) = problems_of(model)
@@ -137,7 +137,7 @@ def test_random_weights_need_room(problems_of, monkeypatch):
 
 
 def test_a_plan_draws_no_weights(tiny_config, monkeypatch):
-    """It shows the disk's lack among its problems, beside the figures."""
+    """A plan lists the full disk among its problems instead of failing."""
     monkeypatch.setattr(checks, "space", lambda path: (path, 0))
     config = tiny_config("task=plan", "data.seq_len=64")
     config.model = RandomModel(name="roomy", init_seed=987, num_attention_heads=2)
@@ -145,7 +145,7 @@ def test_a_plan_draws_no_weights(tiny_config, monkeypatch):
 
 
 def test_a_cache_that_is_not_there_yet_has_the_room_of_its_disk(problems_of, tmp_path, monkeypatch):
-    """On a new machine nothing has made the folder."""
+    """On a new machine the folder does not exist yet."""
     monkeypatch.setenv("MENS_EXP_CACHE", str(tmp_path / "new" / "cache"))
     model = RandomModel(name="roomy", init_seed=987, num_attention_heads=2)
     assert problems_of(model) == []

@@ -24,7 +24,7 @@ def test_paged_memory_without_a_gpu_is_refused_by_the_plan(
     *,
     there,
 ):
-    """Before anything is loaded, with exit code 2 and what does work."""
+    """Exit code 2 before anything is loaded, with the optimizers that do work."""
     has_gpu(monkeypatch, there=there)
     problems = preflight(tiny_config(PAGED, f"trainer={trainer}"))
     (problem,) = [one for one in problems if one.where == "optim"]
@@ -35,20 +35,20 @@ def test_paged_memory_without_a_gpu_is_refused_by_the_plan(
 
 @pytest.mark.parametrize("trainer", ["gpu", "auto"])
 def test_paged_memory_with_a_gpu_is_accepted(monkeypatch, tiny_config, trainer):
-    """Where there may be one."""
+    """trainer=auto is accepted if the machine has a GPU."""
     has_gpu(monkeypatch, there=True)
     assert list(check_optimizer(tiny_config(PAGED, f"trainer={trainer}"))) == []
 
 
 @pytest.mark.parametrize("option", ["adamw", "adamw_8bit", "lion"])
 def test_other_optimizers_run_anywhere(monkeypatch, tiny_config, option):
-    """The CPU kernels of bitsandbytes hold 8-bit moments too."""
+    """Bitsandbytes has CPU kernels for 8-bit moments too."""
     has_gpu(monkeypatch, there=False)
     assert list(check_optimizer(tiny_config(f"optim={option}"))) == []
 
 
 def test_muon_needs_a_torch_that_has_it(monkeypatch, tiny_config):
-    """Of the supported versions, those from 2.9 on."""
+    """Of the supported versions, torch 2.9 and later have Muon."""
     monkeypatch.setattr(machine, "version", lambda name: "2.8.1+cpu")
     (problem,) = check_optimizer(tiny_config("optim=muon"))
     assert (problem.exit_code, problem.found) == (3, "torch 2.8.1+cpu")
@@ -66,7 +66,7 @@ def test_muon_needs_a_torch_that_has_it(monkeypatch, tiny_config):
     ],
 )
 def test_an_optimizer_of_another_package_needs_it(monkeypatch, tiny_config, option, extra):
-    """The message has the extra's name."""
+    """The message names the extra to install."""
     monkeypatch.setattr(machine, "find_spec", lambda name: None)
     more = ("schedule=constant", *(("optim.rank=8",) if option == "galore" else ()))
     (problem,) = check_optimizer(tiny_config(f"optim={option}", *more))
@@ -75,7 +75,7 @@ def test_an_optimizer_of_another_package_needs_it(monkeypatch, tiny_config, opti
 
 @pytest.mark.parametrize(("rank", "count"), [(63, 0), (64, 1)])
 def test_a_rank_that_projects_nothing_is_refused(tiny_config, rank, count):
-    """tiny_llama's widest matrices have 64 on their shorter side; AdamW would train all."""
+    """tiny_llama's matrices are at most 64 on their shorter side, so AdamW would train them all."""
     found = list(check_optimizer(tiny_config("backend=full", "optim=galore", f"optim.rank={rank}")))
     assert len(found) == count
     assert all("less than 64" in (one.expected or "") for one in found)
@@ -99,7 +99,7 @@ OF_30B = ("model.hidden_size=6656", "model.intermediate_size=17920", "model.num_
     ],
 )
 def test_a_rate_far_from_published_ones_is_warned_of(tiny_config, size, overrides, usual):
-    """Four times higher or lower than QLoRA's authors; a small model has no published rate."""
+    """Over four times above or below QLoRA's; small models have no published rate."""
     config = tiny_config("model=random", *size, *overrides)
     said = list(rate_warnings(config, shape_of(config.model)))
     assert len(said) == (usual is not None)
@@ -108,7 +108,7 @@ def test_a_rate_far_from_published_ones_is_warned_of(tiny_config, size, override
 
 @pytest.mark.parametrize(("rate", "count"), [(1.0, 0), (0.5, 0), (2e-4, 1), (10.0, 1)])
 def test_a_rate_carried_over_to_prodigy_is_warned_of(tiny_config, rate, count):
-    """It multiplies the estimate, so that AdamW's would leave nothing of it."""
+    """Prodigy multiplies its own estimate by the rate, so AdamW's rate would make it vanish."""
     config = tiny_config("optim=prodigy", f"optim.lr={rate}")
     said = list(rate_warnings(config, shape_of(config.model)))
     assert len(said) == count

@@ -1,4 +1,4 @@
-"""What is started against what is asked for."""
+"""Check the processes that were started against the settings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAID = {
 
 @pytest.fixture
 def torchrun(monkeypatch):
-    """Say in the environment what torchrun would."""
+    """Set the environment variables of torchrun."""
 
     def said(**changed):
         for name, value in (SAID | changed).items():
@@ -40,19 +40,19 @@ def test_torchrun_says_who_is_who(torchrun):
 
 @pytest.mark.parametrize("changed", [{"MASTER_PORT": ""}, {"RANK": "x"}, {"WORLD_SIZE": "1"}])
 def test_anything_less_is_one_process(torchrun, changed):
-    """A single variable is some other program's."""
+    """A single variable may belong to another program."""
     torchrun(**changed)
     assert of_torchrun() is None
 
 
 def test_what_torchrun_started_is_accepted(torchrun, tiny_config):
-    """Two processes on each of two machines, as asked."""
+    """Two processes on each of two machines, as configured."""
     torchrun()
     assert list(check_processes(tiny_config(*DDP, "trainer.num_nodes=2"))) == []
 
 
 def test_other_numbers_than_torchruns_are_refused(torchrun, tiny_config):
-    """Each with the number that would do."""
+    """Each message gives the number that torchrun used."""
     torchrun()
     found = list(check_processes(tiny_config(*DDP, "trainer.devices=4")))
     assert [(one.where, one.expected) for one in found] == [
@@ -71,28 +71,28 @@ def test_torchrun_starts_no_command_of_one_process(
     overrides,
     where,
 ):
-    """The others would wait for ever."""
+    """The other processes would wait forever."""
     torchrun()
     (found,) = check_processes(tiny_config(*overrides))
     assert found.where == where
 
 
 def test_several_machines_need_torchrun(tiny_config):
-    """The message holds the command."""
+    """The message has the torchrun command."""
     (found,) = check_processes(tiny_config(*DDP, "trainer.num_nodes=2"))
     assert found.where == "trainer.num_nodes"
     assert "torchrun --nnodes=2 --nproc-per-node=2" in str(found.remedy)
 
 
 def test_slurm_starts_several_machines_too(tiny_config, monkeypatch):
-    """And has GPUs that the machine of the launcher lacks."""
+    """The nodes may have GPUs that the submitting machine lacks."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     config = tiny_config("trainer=ddp", "trainer.accelerator=gpu", "trainer.num_nodes=2")
     assert list(check_processes(config, by_slurm=True)) == []
 
 
 def test_more_processes_than_gpus_are_refused(tiny_config, monkeypatch):
-    """Each has one of its own; on the CPU there is no such limit."""
+    """Each process needs its own GPU; on the CPU there is no limit."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     (found,) = check_processes(tiny_config("trainer=ddp", "trainer.accelerator=gpu"))
     assert (found.where, found.expected) == ("trainer.devices", "at most 1")
@@ -111,7 +111,7 @@ def test_parts_need_a_torch_that_leaves_the_adapter_whole(
     version,
     problems,
 ):
-    """fully_shard takes parameters to ignore since 2.7."""
+    """`fully_shard` has the argument `ignored_params` since torch 2.7."""
     monkeypatch.setattr(machine, "_torch", lambda: (version, None))
     found = list(check_processes(tiny_config(*FSDP)))
     assert len(found) == problems

@@ -23,14 +23,14 @@ def base(tiny_base, tmp_path):
 
 @pytest.fixture
 def config(base):
-    """A configuration that takes the directory as the user's own model."""
+    """A configuration that uses the directory as the user's own model."""
     return typed(
         compose([["model=hf", f"model.id={base}", "logger=none", "trainer=cpu"]])[0].values
     )
 
 
 def only(config):
-    """Return the one problem."""
+    """Return the only problem."""
     (problem,) = preflight(config)
     return problem
 
@@ -49,7 +49,7 @@ def embed(base, array):
 
 
 def test_sound_directory_is_no_problem(config):
-    """For the refusals below, an acceptance."""
+    """The intact directory, as a control for the refusals below."""
     assert preflight(config) == []
 
 
@@ -63,7 +63,7 @@ def test_sound_directory_is_no_problem(config):
     ],
 )
 def test_embedding_of_another_shape_is_refused(config, base, shape, what):
-    """Never a fallback; the table's place, shape and expectation are named."""
+    """There is no fallback; the message has the tensor's name, its shape and the expected one."""
     embed(base, np.zeros(shape, np.float32))
     problem = only(config)
     assert what in str(problem)
@@ -73,13 +73,13 @@ def test_embedding_of_another_shape_is_refused(config, base, shape, what):
 
 
 def test_absent_embedding_is_refused(config, base):
-    """The keys that were tried are named."""
+    """The message names the keys that were tried."""
     embed(base, None)
     assert f"{EMBEDDING} or embed_tokens.weight" in str(only(config).expected)
 
 
 def test_heads_that_do_not_divide_are_refused(config, base):
-    """Four query heads over three; that the shapes of k and v are then others comes beside it."""
+    """Four query heads and three KV heads; wrong shapes of k and v are reported separately."""
     configure(base, num_key_value_heads=3)
     told = next(one for one in preflight(config) if "do not divide" in str(one))
     assert str(told.where).endswith("config.json: num_key_value_heads")
@@ -98,7 +98,7 @@ def write(file, header, data):
 
 @pytest.mark.parametrize("lie", ["short", "shifted", "beyond"])
 def test_header_that_lies_about_offsets_is_refused(config, base, lie):
-    """Too few bytes for a shape, a hole, or an end past the file."""
+    """Too few bytes for the shape, a gap, or an end beyond the file."""
     file = base / "model.safetensors"
     header = header_of(file)
     name = max(
