@@ -353,7 +353,7 @@ def test_document_of_the_limits_length_is_not_cut_on_the_left(tokenizer, limit, 
 def test_begin_of_sequence_survives_a_cut_on_the_left(
     tokenizer_of,
 ):
-    """A BOS token at the start is kept; in ChatML, where it opens every turn, it is not special."""
+    """A BOS token at the start survives; ChatML's marker, which opens every turn, is cut."""
     template = (
         "{{ bos_token }}{% for m in messages %}{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}assistant:{% endif %}"
