@@ -27,7 +27,7 @@ def test_sqnr_of_what_lost_nothing_is_unknown():
 
 
 def test_activation_error_weighs_a_loss_by_what_is_read():
-    """W = (3, 4), Ŵ = (3, 3): inputs that never use the second weight lose nothing."""
+    """By hand: W = (3, 4), Ŵ = (3, 3), and inputs that never use the second weight lose nothing."""
     weight, stored = torch.tensor([[3.0, 4.0]]), torch.tensor([[3.0, 3.0]])
     first, second = torch.tensor([[2.0, 0.0]]), torch.tensor([[0.0, 2.0]])
     assert activation_error(weight, stored, [first]) == 0
