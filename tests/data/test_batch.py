@@ -158,7 +158,7 @@ def test_a_pair_has_its_prompt_once(pairs):
 
 
 def test_packing_uses_the_room_that_a_shared_prompt_saves(pairs):
-    """Two blocks of 10 tokens hold 6 and 5+5; without sharing each would hold one pair."""
+    """Two blocks of 10 tokens hold 6 and 5+5; without sharing there are three blocks."""
     found = [block.tolist() for block in blocks_of(pairs, packing=True, capacity=10)]
     assert sorted(found) == [[0, 1], [2, 3, 4, 5]]
     assert len(blocks_of(replace(pairs, shared=None), packing=True, capacity=10)) == 3

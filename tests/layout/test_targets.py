@@ -18,7 +18,7 @@ from mens_exp.layout.targets import (
 
 
 def shape(family="llama", layers=12, **changes):
-    """Return a model of widths 12, 20, 12 and 4, in which all projections differ."""
+    """Return a model of widths 12, 20, 12 and 4, so that confused dimensions show."""
     sizes = {
         "hidden_size": 12,
         "intermediate_size": 20,

@@ -80,7 +80,7 @@ def alike(backend, model):
 
 
 def mean_loss(model, documents):
-    """Return the mean of `forward(labels=…)` over single documents."""
+    """Return the mean loss per token from `forward(labels=…)` on single documents."""
     total, count = 0.0, 0
     for start, end in pairwise(documents.offsets.tolist()):
         ids = torch.from_numpy(documents.ids[None, start:end]).long()

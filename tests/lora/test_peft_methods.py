@@ -96,7 +96,7 @@ def filled(backend, model=None, seed=7):
 
 
 def mean_loss(model, documents):
-    """Return the mean of `forward(labels=…)` over single documents."""
+    """Return the mean loss per token from `forward(labels=…)` on single documents."""
     total, count = 0.0, 0
     for start, end in pairwise(documents.offsets.tolist()):
         ids = torch.from_numpy(documents.ids[None, start:end]).long()

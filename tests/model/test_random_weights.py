@@ -85,7 +85,7 @@ def test_gemma_s_norms_are_drawn_around_zero(written):
 
 
 def test_weights_are_normal_with_the_family_s_spread(written):
-    """320·64 draws have mean 0 and standard deviation 0.02, and all tensors differ."""
+    """320·64 draws have mean 0 and standard deviation 0.02, and two projections differ."""
     tensors = tensors_of(written(FAMILIES[ModelFamily.llama]))
     table = tensors["model.embed_tokens.weight"]
     assert abs(float(table.mean())) < 5 * 0.02 / table.numel() ** 0.5
@@ -124,7 +124,7 @@ def test_sharding_changes_no_weight(written, monkeypatch):
 
 
 def test_bf16_weights_are_the_f32_ones_rounded(written):
-    """The file has half the bytes, and config.json names bf16."""
+    """Each weight is the float32 one rounded, and config.json names bf16."""
     model = FAMILIES[ModelFamily.llama]
     full = tensors_of(written(model))
     directory = written(replace(model, dtype=WeightsDtype.bf16), "half")

@@ -104,7 +104,7 @@ def test_integers_are_rounded_to_the_nearest(bits):
 
 @pytest.mark.parametrize("name", BINDINGS)
 def test_a_code_is_the_nearest_level(name, monkeypatch):
-    """The oracle tries all levels, and rows may be quantized in any order."""
+    """The oracle tries all levels; quantizing in pieces gives the same codes."""
     book, weight = BINDINGS[name].book, draw()
     packed, scales = book.quantize(weight, 16)
     found = book.dequantize(packed, scales)

@@ -212,7 +212,7 @@ def test_comparison_reaches_text_and_refusals():
 
 
 def test_chatml_is_spelled_exactly():
-    """The strings are those of REFERENCE.md, section 8: no newline after the last end marker."""
+    """The strings are those of REFERENCE, section 8: no newline after the last end marker."""
     system, user, assistant = "S", "U", "A"
     turns = [
         {"role": "system", "content": system},

@@ -178,7 +178,7 @@ def test_a_corrupted_output_is_seen_and_made_again(corpus, tmp_path, harm, why):
 
 
 def test_a_step_that_fails_leaves_the_ones_before_it(corpus, tmp_path):
-    """No partial output and no wrong index remain, and the next run resumes after that step."""
+    """A failed run leaves the directories of earlier steps, and the next run reuses them."""
     corpus.split.val_frac, corpus.split.heldout_frac = 0.3, 0.3
     done(corpus)
     corpus.steps = ["validate", "mix"]
