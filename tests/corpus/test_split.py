@@ -39,7 +39,7 @@ def test_side_is_read_off_the_hash(group, share, side):
 
 
 def test_wider_held_out_share_keeps_what_was_held_out():
-    """Held-out groups stay held out when the share grows from 0.1 to 1/3."""
+    """Held-out groups stay held out when the share grows from 0.1 to 0.3."""
     names = [f"m{number}.py" for number in range(500)]
     small = {name for name in names if side_of(name, 0.1, 0.1) is Side.HELDOUT}
     large = {name for name in names if side_of(name, 0.1, 0.3) is Side.HELDOUT}

@@ -240,7 +240,7 @@ def test_errors_of_a_completion_are_not_repaired(completion, error, parses):
     ids=range(10),
 )
 def test_degenerate_text_is_read_a_hundred_times_at_most(monkeypatch, text):
-    """Degenerate repetition is parsed at most a hundred times: in a second, without an error."""
+    """Degenerate repetition: the text parsed is at most a hundred times as long as the input."""
     read, parse = [0], ast.parse
 
     def counted(source):

@@ -45,7 +45,7 @@ def row(**values):
 
 @pytest.mark.parametrize("kind", SECRETS)
 def test_secrets_are_found_and_masked(kind):
-    """At most four characters and a quarter of a secret are shown, with kind and field."""
+    """At most four characters of a secret are shown, with kind and field."""
     (hit,) = [hit for hit in hits_in(row(response=f"x ({EXAMPLES[kind]})")) if hit.kind == kind]
     assert hit.field == "answer"
     assert hit.shown is not None

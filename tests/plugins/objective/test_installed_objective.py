@@ -89,7 +89,7 @@ def toy(monkeypatch):
 
 
 def test_the_loss_is_what_is_missing_to_the_margin(toy):
-    """By hand for two pairs: one has a margin of 0.3, and the other exceeds the required one."""
+    """By hand for two pairs: one has a margin of 0.36, and the other exceeds the required one."""
     head = torch.nn.Identity()
     ours = [[0.2, 0.8], [0.5, 0.5], [0.9, 0.1], [0.5, 0.5]]
     base = [[0.5, 0.5], [0.4, 0.6], [0.1, 0.9], [0.5, 0.5]]
