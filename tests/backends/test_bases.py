@@ -1,4 +1,4 @@
-"""The base under the causal graph: unquantized, in blocks of other sizes, modules left out."""
+"""The base of the causal graph: unquantized, with other block sizes, with modules left out."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def weights_of(backend):
 
 
 def test_an_unquantized_base_is_the_checkpoint(tiny_backend, batch):
-    """No 4-bit layer; logits of packed documents equal transformers' own model, f32, to 1e-5."""
+    """No layer is quantized; logits of packed documents equal transformers' in float32 to 1e-5."""
     from transformers import AutoModelForCausalLM
 
     backend = tiny_backend("backend=lora", F32)
@@ -51,7 +51,7 @@ def test_an_unquantized_base_is_the_checkpoint(tiny_backend, batch):
 
 
 def test_the_adapter_of_an_unquantized_base_says_so(tiny_backend, tiny_config):
-    """Method lora, base_quant none; qlora and nf4 beside it."""
+    """Its manifest has method lora and base_quant none, unlike qlora and nf4."""
     for overrides, method, quant in (
         (["backend=lora"], "lora", {"base_quant": "none", "double_quant": False}),
         ([], "qlora", {"base_quant": "nf4", "double_quant": True}),
@@ -63,7 +63,7 @@ def test_the_adapter_of_an_unquantized_base_says_so(tiny_backend, tiny_config):
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 @pytest.mark.parametrize("block", [64, 128, 256])
 def test_blocks_are_of_the_size_asked_for(tiny_backend, kind, block):
-    """Every layer equals the reference's round trip of the published weight at that size."""
+    """Every layer equals the reference round trip of the published weight at that block size."""
     backend = tiny_backend(*WIDE, F32, f"quant={kind}", f"quant.block_size={block}")
     assert backend.facts()["block_size"] == block
     weights = weights_of(backend)
@@ -75,7 +75,7 @@ def test_blocks_are_of_the_size_asked_for(tiny_backend, kind, block):
 
 
 def test_blocks_of_other_sizes_compute_and_learn(tiny_backend, batch):
-    """Logits differ from those of 64, and every matrix gets a gradient."""
+    """Logits differ from those with blocks of 64, and every matrix gets a gradient."""
     usual = logits_of(tiny_backend(*WIDE, F32), batch)
     backend = tiny_backend(*WIDE, F32, "quant.block_size=256", live=True)
     with backend.base_only():
@@ -88,7 +88,7 @@ def test_blocks_of_other_sizes_compute_and_learn(tiny_backend, batch):
 
 @pytest.mark.parametrize("storage", ["u8", "bf16", "f32"])
 def test_codes_are_the_same_whatever_they_lie_in(tiny_backend, batch, storage):
-    """The element type of the packed tensor changes no bit of the logits."""
+    """quant.storage_dtype does not change the logits."""
     expected = logits_of(tiny_backend(F32), batch)
     backend = tiny_backend(F32, f"quant.storage_dtype={storage}")
     name = {"u8": "uint8", "bf16": "bfloat16", "f32": "float32"}[storage]
@@ -97,7 +97,7 @@ def test_codes_are_the_same_whatever_they_lie_in(tiny_backend, batch, storage):
 
 
 def test_modules_left_out_keep_their_weights(tiny_backend):
-    """`mlp` and one more layer's query are the checkpoint's; everything else has four bits."""
+    """`mlp` and one layer's q_proj equal the checkpoint; all other layers are 4-bit."""
     backend = tiny_backend(F32, "quant.skip=[mlp,'*.layers.1.*.q_proj']")
     quantized = {path.replace(".base_layer", "") for path in quantized_linears(backend.causal_lm)}
     kinds = {(path.split(".")[2], path.rpartition(".")[2]) for path in quantized}
@@ -121,7 +121,7 @@ def test_modules_left_out_keep_their_weights(tiny_backend):
 def test_modules_are_stored_by_the_quantizers_of_their_patterns(
     tiny_backend, usual, others, expected
 ):
-    """4-bit values are bitsandbytes' own of the published weights; the rest names its quantizer."""
+    """4-bit values equal bitsandbytes' on the published weights; others name their quantizer."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     backend = tiny_backend(f"quant={usual}", f"quant.type_pattern={others}")
@@ -182,7 +182,7 @@ def test_modules_are_stored_by_the_quantizers_of_their_patterns(
 def test_modules_are_stored_in_the_blocks_of_their_patterns(
     tiny_backend, told, expected, usual, blocks
 ):
-    """Values are those of the plain quantizer in that block; 4-bit ones are bitsandbytes' own."""
+    """Values equal the plain quantizer with that block size, and bitsandbytes' for 4 bits."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     backend = tiny_backend(*WIDE, *told)
@@ -213,7 +213,7 @@ def test_modules_are_stored_in_the_blocks_of_their_patterns(
 
 
 def test_the_plan_counts_the_bits_of_every_module_as_it_is_stored(tiny_backend, tiny_config):
-    """Codes and scales byte for byte, and what is left out at its full size."""
+    """Codes, scales and full-precision modules are counted to the byte."""
     told = ["quant.double_quant=false", "quant.skip=[q_proj]"]
     told += ["quant.type_pattern={mlp:nf2,down_proj:nf8}"]
     told += ["quant.block_size_pattern={down_proj:128}"]
@@ -232,7 +232,7 @@ def test_the_plan_counts_the_bits_of_every_module_as_it_is_stored(tiny_backend, 
 
 
 def test_a_mixture_of_quantizers_computes_with_its_dequantized_weights(tiny_backend, batch):
-    """Logits equal those of a dense model of transformers with the dequantized weights, f32."""
+    """Logits equal those of transformers' dense model with the dequantized weights, in float32."""
     from transformers import AutoModelForCausalLM
 
     backend = tiny_backend("quant.type_pattern={mlp:nf2,down_proj:nf8}", F32)

@@ -1,4 +1,4 @@
-"""What every backend with an adapter promises, on tiny models under each setting of its base."""
+"""The contract of every backend with an adapter, on tiny models and each kind of base."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mens_exp.objective.causal import CrossEntropy
 
 F32 = "quant.compute_dtype=f32"
 STILL = "lora.dropout=0"
-# Four heads of a quarter of the width, so that the proxy's projections are square.
+# Four heads of a quarter of the width make the projections square, as the proxy needs.
 HEADS = ["model.head_dim=16", "model.tie_word_embeddings=true"]
 GEMMA = ["model=random", "model.name=gemma2", "model.family=gemma2", *HEADS]
 ARMS = {
@@ -36,7 +36,7 @@ ARMS = {
     "lora in bf16": ["backend=lora"],
     "lora on gpt2": ["backend=lora", "model=tiny_gpt2", F32],
     "burn": ["backend=burn", "backend.train_base=false"],
-    # Norms scale by 1 + weight, the embedding by a root of the width; head and scores are capped.
+    # Norms scale by 1 + weight, embeddings by the root of the width; logits and scores are capped.
     "gemma2": [*GEMMA, F32],
     "gemma2 in bf16": GEMMA,
     "proxy on gemma2": ["backend=proxy", *GEMMA, F32],
@@ -71,7 +71,7 @@ def loss_of(backend, batch):
 
 
 def gradients_of(backend, batch):
-    """Take the gradients of one micro-batch in training mode."""
+    """Return the gradients of one micro-batch in training mode."""
     backend.train()
     backend.zero_grad()
     loss_of(backend, batch).backward()
@@ -82,7 +82,7 @@ def gradients_of(backend, batch):
 
 @arms
 def test_a_fresh_adapter_leaves_the_logits_as_they_are(tiny_backend, batch, overrides):
-    """B = 0: at step 0, switching the adapter off changes no bit of the logits."""
+    """With B = 0, switching the adapter off leaves the logits bitwise equal."""
     backend = tiny_backend(*overrides)
     tuned = logits_of(backend, batch)
     with backend.base_only():
@@ -93,7 +93,7 @@ def test_a_fresh_adapter_leaves_the_logits_as_they_are(tiny_backend, batch, over
 
 @arms
 def test_a_live_adapter_changes_the_logits_until_it_is_switched_off(tiny_backend, batch, overrides):
-    """With B filled, off is the base again and on is the adapter again."""
+    """With B filled, switching off gives the base, and switching on the adapter."""
     base = logits_of(tiny_backend(*overrides), batch)
     backend = tiny_backend(*overrides, live=True)
     tuned = logits_of(backend, batch)
@@ -106,19 +106,19 @@ def test_a_live_adapter_changes_the_logits_until_it_is_switched_off(tiny_backend
 
 @arms
 def test_every_adapter_matrix_learns_and_nothing_else_does(tiny_backend, batch, overrides):
-    """After one backward pass with B filled, each matrix has a gradient; the base has none."""
+    """With B filled, each adapter matrix has a gradient after one backward pass; the base none."""
     backend = tiny_backend(*overrides, live=True)
     gradients = gradients_of(backend, batch)
     assert all(bool(gradient.abs().sum() > 0) for gradient in gradients.values())
     ours = {id(parameter) for parameter in backend.trainable().values()}
     others = [p for p in backend.parameters() if id(p) not in ours]
-    assert others or "backend=proxy" in overrides  # whose weights are no parameters at all
+    assert others or "backend=proxy" in overrides  # this backend's base weights are no parameters
     assert all(p.grad is None and not p.requires_grad for p in others)
 
 
 @arms
 def test_adapters_are_f32_whatever_computes(tiny_backend, batch, overrides):
-    """Parameters and their gradients are f32, so that small steps are not rounded away."""
+    """Parameters and gradients are float32, so that small updates are not rounded away."""
     backend = tiny_backend(*overrides, live=True)
     assert {p.dtype for p in backend.trainable().values()} == {torch.float32}
     assert {g.dtype for g in gradients_of(backend, batch).values()} == {torch.float32}
@@ -126,7 +126,7 @@ def test_adapters_are_f32_whatever_computes(tiny_backend, batch, overrides):
 
 @arms
 def test_train_validate_train_gives_the_same_gradients(tiny_backend, batch, overrides):
-    """A validation pass in between changes no bit of any matrix's gradient."""
+    """A validation pass in between leaves every gradient bitwise equal."""
     backend = tiny_backend(*overrides, live=True)
     before = gradients_of(backend, batch)
     backend.eval()
@@ -138,7 +138,7 @@ def test_train_validate_train_gives_the_same_gradients(tiny_backend, batch, over
 
 @arms
 def test_dropout_follows_the_micro_batch_and_nothing_else(tiny_backend, batch, overrides):
-    """The same index gives the same hidden states in training, another one others."""
+    """In training the same index gives the same hidden states, and another index others."""
     backend = tiny_backend(*overrides, "lora.dropout=0.3", live=True).train()
 
     def hidden(index):
@@ -162,7 +162,7 @@ def test_an_adapter_on_disk_gives_the_same_logits_in_a_fresh_graph(
     overrides,
     tmp_path,
 ):
-    """Written as schema v3, read and loaded, no bit of the logits differs."""
+    """An adapter written as schema v3 and read back gives bitwise equal logits."""
     backend = tiny_backend(*overrides, live=True)
     manifest, tensors = backend.adapter(tiny_config(*overrides))
     write_adapter(tmp_path, manifest, tensors)
@@ -173,7 +173,7 @@ def test_an_adapter_on_disk_gives_the_same_logits_in_a_fresh_graph(
 
 
 def test_an_exported_adapter_is_a_copy(tiny_backend, tiny_config):
-    """Training on does not change what was taken out before."""
+    """Further training does not change an exported adapter."""
     backend = tiny_backend(live=True)
     _, tensors = backend.adapter(tiny_config())
     before = {name: values.copy() for name, values in tensors.items()}
@@ -185,7 +185,7 @@ def test_an_exported_adapter_is_a_copy(tiny_backend, tiny_config):
 
 @pytest.mark.parametrize("change", ["missing", "extra", "rank", "transposed"])
 def test_an_adapter_of_another_graph_is_refused(tiny_backend, tiny_config, change):
-    """The message names the matrix; a lower rank is not stretched to fit."""
+    """The message names the matrix; a lower rank is not padded."""
     backend = tiny_backend(live=True)
     _, tensors = backend.adapter(tiny_config())
     before = {name: p.detach().clone() for name, p in backend.trainable().items()}
@@ -205,7 +205,7 @@ def test_an_adapter_of_another_graph_is_refused(tiny_backend, tiny_config, chang
 def test_initialisation_is_shared_by_arms_that_differ_in_something_else(
     tiny_backend,
 ):
-    """Other quantization, format or targets: a layer that both have starts with the same A."""
+    """With other quantization, format or targets, a shared layer starts with the same A."""
     reference = tiny_backend().trainable()
     for overrides in ARMS.values():
         backend = tiny_backend(*overrides)
@@ -219,7 +219,7 @@ def test_initialisation_is_shared_by_arms_that_differ_in_something_else(
 
 
 def test_initialisation_follows_the_seed(tiny_backend):
-    """Another seed draws every A anew and leaves every B at zero."""
+    """Another seed changes every A and leaves every B at zero."""
     first, second = tiny_backend("seed=1").trainable(), tiny_backend("seed=2").trainable()
     for name in first:
         assert torch.equal(first[name], second[name]) is name.endswith("lora_b"), name
@@ -227,7 +227,7 @@ def test_initialisation_follows_the_seed(tiny_backend):
 
 @pytest.mark.parametrize("overrides", [[F32], [F32, "quant=fp4"], [F32, "lora=qv"]])
 def test_a_document_has_the_same_logits_packed_and_alone(tiny_backend, documents, overrides):
-    """In f32, through base and adapter, to 1e-5."""
+    """Logits of base and adapter agree in float32 to 1e-5."""
     backend = tiny_backend(*overrides, live=True)
     together = logits_of(backend, packed_batch(documents, [[0, 1, 2, 3]], index=0))
     alone = [logits_of(backend, packed_batch(documents, [[i]], index=0)) for i in range(3)]
@@ -235,7 +235,7 @@ def test_a_document_has_the_same_logits_packed_and_alone(tiny_backend, documents
 
 
 def test_padded_and_packed_give_the_same_loss_and_gradients(tiny_backend, documents):
-    """In f32, whatever the pad id is."""
+    """They agree in float32 for any pad id."""
     backend = tiny_backend(F32, STILL, live=True)
     packed = packed_batch(documents, [[0, 1, 2, 3]], index=0)
     expected, gradients = loss_of(backend.train(), packed), gradients_of(backend, packed)
@@ -247,10 +247,10 @@ def test_padded_and_packed_give_the_same_loss_and_gradients(tiny_backend, docume
 
 
 def test_changing_a_document_changes_nothing_in_the_others(tiny_backend, documents):
-    """Bit for bit, through base and adapter in bf16."""
+    """The logits of the others stay bitwise equal in bf16."""
     backend = tiny_backend(live=True)
     before = logits_of(backend, packed_batch(documents, [[0, 1, 2, 3]], index=0))
-    documents.ids[LENGTHS[0] : LENGTHS[0] + LENGTHS[1]] = 5  # document 1, whose target is one
+    documents.ids[LENGTHS[0] : LENGTHS[0] + LENGTHS[1]] = 5  # document 1 has one target
     after = logits_of(backend, packed_batch(documents, [[0, 1, 2, 3]], index=0))
     assert torch.equal(before[:3], after[:3])
     assert not torch.equal(before[3], after[3])
@@ -258,7 +258,7 @@ def test_changing_a_document_changes_nothing_in_the_others(tiny_backend, documen
 
 
 def test_hidden_states_are_those_of_supervised_positions_alone(tiny_backend, batch):
-    """16 supervised tokens: 16 rows of 64, and 16 of 320 logits."""
+    """16 supervised tokens give 16 rows of 64, and 16 of 320 logits."""
     backend = tiny_backend()
     hidden = backend(batch)
     assert hidden.shape == (16, 64)
@@ -267,7 +267,7 @@ def test_hidden_states_are_those_of_supervised_positions_alone(tiny_backend, bat
 
 @arms
 def test_four_micro_batches_are_one_batch_of_four(tiny_backend, documents, overrides):
-    """Gradients of a batch's loss sum are the sums of its documents', to the format's rounding."""
+    """Gradients of the loss sum equal the sum over documents, up to rounding."""
     backend = tiny_backend(*overrides, STILL, live=True)
     rounding = 1e-4 if F32 in overrides or "backend=burn" in overrides else 3e-2
     whole = gradients_of(backend, packed_batch(documents, [[0, 1, 2]], index=0))
@@ -288,7 +288,7 @@ def test_an_adapter_names_the_origin_of_its_base_where_that_is_known(
     licence,
     required,
 ):
-    """Family, name, licence and what it asks; the schema has no null for the last."""
+    """These are family, name, licence and obligations; unknown obligations are left out."""
     backend = tiny_backend(*overrides)
     backend.base = dataclasses.replace(backend.base, license=licence)
     manifest, _ = backend.adapter(tiny_config(*overrides))

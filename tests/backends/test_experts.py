@@ -1,4 +1,4 @@
-"""Adapters on the experts of a mixture, compared with what transformers and PEFT do alone.
+"""Adapters on the experts of a mixture, compared with transformers and PEFT alone.
 
 PEFT adapts a tensor that holds every expert through ``target_parameters``. The references here
 name those tensors themselves, from the model that transformers loads.
@@ -19,9 +19,9 @@ from mens_exp.model.quiet import quiet
 from mens_exp.objective.causal import CrossEntropy
 from mens_exp.quant.bnb import quantized_linears
 
-# PEFT says so of every pattern that is an expert's, and follows it: the ranks below are its own.
+# PEFT warns about every pattern that matches experts, and follows it: ranks are checked below.
 pytestmark = pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not")
-# Experts stored one by one as w1, w3, w2; as gate, up, down; and all in one tensor.
+# Experts stored separately as w1, w3, w2; as gate, up, down; and in one tensor.
 MIXTURES = ("mixtral", "phimoe", "qwen3_moe", "qwen2_moe", "olmoe", "granitemoe")
 mixtures = pytest.mark.parametrize("name", MIXTURES)
 ATTENTION = ["k_proj", "o_proj", "q_proj", "v_proj"]
@@ -45,7 +45,7 @@ def mixture(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def mixture_config(tiny_config, mixture):
-    """Compose a run on a mixture, in f32 on its unquantized base."""
+    """Compose a run on a mixture with an unquantized base in float32."""
 
     def composed(name, *overrides):
         usual = ("lora=experts", "backend=lora", "quant=none", "quant.compute_dtype=f32")
@@ -58,7 +58,7 @@ def mixture_config(tiny_config, mixture):
 
 @pytest.fixture(scope="session")
 def mixture_backend(mixture_config, tmp_path_factory):
-    """Build the graph of a mixture with every A and B drawn."""
+    """Build the graph of a mixture with random A and B."""
     from mens_exp.model.sources import resolve
     from mens_exp.training.build import build_backend
 
@@ -85,12 +85,12 @@ def published(directory, **options):
 
 
 def by_peft(directory, modules=(), **settings):
-    """Adapt a published model with PEFT alone: every tensor of three dimensions, and modules."""
+    """Adapt a model with PEFT alone: given modules and all three-dimensional tensors."""
     from peft import LoraConfig, get_peft_model
 
     model = published(directory)
     stacks = [name for name, one in model.named_parameters() if one.dim() == 3]
-    assert len(stacks) == 4  # gate with up, and down, in each of two layers
+    assert len(stacks) == 4  # gate_up and down in each of two layers
     wanted = {"r": 3, "lora_alpha": 16, "lora_dropout": 0.0, **settings}
     with quiet():
         return get_peft_model(
@@ -106,7 +106,7 @@ def of_directory(directory, base, **options):
 
 
 def copied(backend, peft):
-    """Give a model of PEFT the matrices of ours, by the paths that both have."""
+    """Copy our matrices into a PEFT model by their paths."""
     theirs = dict(peft.named_parameters())
     ours = {n: p for n, p in backend.model.named_parameters() if "lora_" in n}
     assert ours.keys() == {name for name in theirs if "lora_" in name}
@@ -138,7 +138,7 @@ def our_loss(backend, batch):
 def test_loss_gradient_and_a_step_are_those_of_peft_alone(
     name, overrides, modules, mixture, mixture_backend, family_documents, padded_documents
 ):
-    """Two steps of AdamW from the same matrices: losses, gradients and matrices agree."""
+    """Over two AdamW steps from the same matrices, losses, gradients and matrices agree."""
     backend = mixture_backend(name, *overrides)
     peft = by_peft(mixture(name), modules, use_rslora=bool(modules))
     pairs = copied(backend, peft)
@@ -165,7 +165,7 @@ def test_loss_gradient_and_a_step_are_those_of_peft_alone(
 def test_a_peft_directory_gives_the_trained_logits_in_peft_alone(
     name, mixture, mixture_backend, family_documents, padded_documents, tmp_path
 ):
-    """Also with a rank and an alpha of its own for one of the two tensors of a layer."""
+    """One of the two tensors of a layer may have its own rank and alpha."""
     backend = mixture_backend(
         name,
         "lora.targets=[attention,experts]",
@@ -184,7 +184,7 @@ def test_a_peft_directory_gives_the_trained_logits_in_peft_alone(
 
 
 def merged_by_hand(manifest, tensors, directory):
-    """Add ``(B @ A) · alpha / rank`` to each named tensor, as a reader who knows no more would."""
+    """Add ``(B @ A) · alpha / rank`` to each named tensor, using only the schema."""
     weights = load_file(directory / "model.safetensors")
     for layer, key in manifest.base_key_map.items():
         A, B = (torch.from_numpy(tensors[f"{layer}.lora_{which}"]) for which in "ab")
@@ -198,7 +198,7 @@ def merged_by_hand(manifest, tensors, directory):
 def test_the_schema_s_deltas_are_those_that_peft_merges(
     name, mixture, mixture_backend, mixture_config, tmp_path
 ):
-    """Each tensor of the checkpoint has a layer of its own, read by the schema's one rule."""
+    """Each tensor of the checkpoint has its own layer in the schema."""
     backend = mixture_backend(name, "lora.targets=[attention,experts]")
     manifest, tensors = backend.adapter(mixture_config(name, "lora.targets=[attention,experts]"))
     assert manifest.problems("here") == []
@@ -214,7 +214,7 @@ def test_the_schema_s_deltas_are_those_that_peft_merges(
 
 @mixtures
 def test_an_adapter_goes_out_and_comes_back(name, mixture_backend, mixture_config):
-    """Bit for bit, into a graph whose matrices were others."""
+    """It round-trips bit for bit into a graph with other matrices."""
     first, second = mixture_backend(name), mixture_backend(name)
     for parameter in second.trainable().values():
         parameter.data.zero_()
@@ -225,7 +225,7 @@ def test_an_adapter_goes_out_and_comes_back(name, mixture_backend, mixture_confi
 
 @mixtures
 def test_the_plan_counts_what_peft_trains(name, mixture, mixture_config, mixture_backend):
-    """PEFT's own count of trainable parameters, and the base's of what it holds as experts."""
+    """The oracle is PEFT's own count of trainable parameters, and the base's of expert weights."""
     from mens_exp.layout.shape import shape_of
     from mens_exp.layout.targets import adapter_parameters
 
@@ -243,7 +243,7 @@ def test_the_plan_counts_what_peft_trains(name, mixture, mixture_config, mixture
 def test_a_directory_of_peft_s_own_is_read_and_written(
     name, mixture, mixture_config, mixture_backend, tmp_path
 ):
-    """Made by PEFT alone, read as schema v3, and written so that PEFT finds the same tensors."""
+    """A directory made by PEFT, read as schema v3 and written, adapts the same tensors in PEFT."""
     from mens_exp.layout.adapter_base import base_of
     from mens_exp.layout.peft_adapter import manifest_of, read_peft, write_peft
 
@@ -276,7 +276,7 @@ def test_a_directory_of_peft_s_own_is_read_and_written(
 def test_experts_of_a_quantized_base_stay_as_they_are(
     quant, mixture, mixture_config, mixture_backend, family_documents, padded_documents, tmp_path
 ):
-    """The loader quantizes attention alone, and the record says so."""
+    """Only attention is quantized, and the record says so."""
     from transformers import BitsAndBytesConfig
 
     overrides = ("backend=qlora", f"quant={quant}", "quant.compute_dtype=f32")
@@ -286,7 +286,7 @@ def test_experts_of_a_quantized_base_stay_as_they_are(
     assert facts["expert_parameters"] == 2 * 4 * 3 * 48 * 64
     assert facts["quantized_linears"] == len(quantized_linears(backend.model)) == 8
     if quant == "int8":
-        return  # its layers quantize their inputs elsewhere: tests/backends/test_int8.py
+        return  # 8-bit layers quantize their inputs, see tests/backends/test_int8.py
     backend.write_peft(tmp_path / "peft")
     alone = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
@@ -300,7 +300,7 @@ def test_experts_of_a_quantized_base_stay_as_they_are(
 
 
 def test_experts_that_no_pair_of_peft_holds_are_refused(mixture_backend, mixture_config, tmp_path):
-    """Gate and up with matrices A of their own, one expert without an adapter, another rank."""
+    """Separate A for gate and up, one expert without an adapter, or other ranks do not fit."""
     from mens_exp.layout.adapter_base import base_of
     from mens_exp.layout.peft_adapter import read_peft, write_peft
 

@@ -1,4 +1,4 @@
-"""What a backend promises for every model family, held against transformers and PEFT alone.
+"""The contract of a backend for every model family, compared with transformers and PEFT.
 
 The references attend eagerly, to one document at a time, on a base that transformers has loaded
 and quantized by itself.
@@ -23,7 +23,7 @@ families = pytest.mark.parametrize("name", FAMILIES)
 
 
 def eager(base, config=None):
-    """Load the base with transformers alone, in 4 bits where a configuration says which.
+    """Load the base with transformers alone, in 4 bits if the configuration says so.
 
     bitsandbytes' own inference kernel for AVX512-BF16 is left out; it computes in bf16.
     """
@@ -40,7 +40,7 @@ def eager(base, config=None):
 
 
 def one_by_one(model, documents):
-    """Return the logits that predict each document's tokens, documents apart."""
+    """Return the logits at each supervised position, for each document separately."""
     ids = torch.from_numpy(documents.ids).long()
     bounds = documents.offsets.tolist()
     return torch.cat(
@@ -72,7 +72,7 @@ def test_logits_are_those_of_peft_on_eager_attention(
     padded_documents,
     tmp_path,
 ):
-    """Packed, padded, learning and not: to 1e-5 of what PEFT gives for each document alone."""
+    """Packed and padded, in both modes, logits agree to 1e-5 with PEFT on single documents."""
     from peft import PeftModel
 
     backend = family_backend(name).eval()
@@ -88,7 +88,7 @@ def test_logits_are_those_of_peft_on_eager_attention(
     assert close(logits_of(backend, packed_documents).detach(), expected, 1e-5)
 
 
-# Families whose forward scales or caps logits, routes to experts, or drops by function calls.
+# Families that scale or cap logits, route to experts, or use functional dropout.
 OTHERS = {
     "granite": {},
     "granitemoe": {},
@@ -102,7 +102,7 @@ OTHERS = {
 
 @pytest.fixture(scope="session")
 def other_backend(tmp_path_factory, tiny_config):
-    """Build the LoRA graph of another family in f32 on its unquantized base."""
+    """Build the LoRA graph of another family with an unquantized base in float32."""
     from mens_exp.backends.lora import LoraBackend
     from mens_exp.config.model import HfModel
     from mens_exp.model.sources import resolve
@@ -122,7 +122,7 @@ def other_backend(tmp_path_factory, tiny_config):
 def test_loss_and_answers_are_those_of_transformers(
     name, other_backend, family_documents, packed_documents
 ):
-    """The sum of `forward(labels=...)` over the documents alone, and `generate`'s tokens."""
+    """The oracles are `forward(labels=...)` on single documents, and `generate`."""
     backend = other_backend(name).train()
     reference = eager(backend.base)
     ids = torch.from_numpy(family_documents.ids).long()
@@ -155,7 +155,7 @@ def test_a_fresh_adapter_is_the_base(
     family_documents,
     packed_documents,
 ):
-    """B = 0 gives the logits of the quantized base as transformers alone loads it."""
+    """With B = 0 the logits equal those of the quantized base loaded by transformers."""
     backend = family_backend(name, live=False).eval()
     with torch.no_grad():
         expected = one_by_one(eager(family_base(name), family_config(name)), family_documents)
@@ -174,7 +174,7 @@ def test_the_adapter_adds_b_times_a_to_the_checkpoint_s_own_weights(
     family_documents,
     packed_documents,
 ):
-    """Dequantized weights plus s·BA, put under the keys of the v3 manifest, are the same model.
+    """Dequantized weights plus s·BA, under the checkpoint keys of the manifest, are the same model.
 
     Which holds only where names, keys and the orientation of transposed checkpoints are right.
     """
@@ -228,7 +228,7 @@ def test_gradients_reach_every_adapter_and_are_those_of_eager_attention(
     packed_documents,
     tmp_path,
 ):
-    """None is zero, none is missing, and PEFT's own differ by no more than rounding."""
+    """No gradient is zero or missing, and they equal PEFT's up to rounding."""
     from peft import PeftModel
 
     backend = family_backend(name).train()
@@ -256,7 +256,7 @@ def test_logical_names_lead_to_the_checkpoint_and_back(
     family_base,
     family_config,
 ):
-    """Every layer has a key of its own in the header, whose shape is A's inputs by B's outputs."""
+    """Every layer has its own key in the header, with the shape of A's inputs by B's outputs."""
     backend = family_backend(name)
     manifest, tensors = backend.adapter(family_config(name))
     header = read_directory(family_base(name).directory).tensors
@@ -279,7 +279,7 @@ def test_prompts_are_continued_as_by_transformers(
     family_config,
     shared,
 ):
-    """Greedily, two at a time, the ids of `generate` on eager attention, prompt by prompt.
+    """Greedy ids of two prompts at a time equal those of `generate` for single prompts.
 
     Answers of other lengths make room for other prompts, one of which comes twice; with a prefix
     that all have, that is read once.
@@ -312,7 +312,7 @@ def test_prompts_are_continued_as_by_transformers(
 
 @families
 def test_the_base_drops_nothing_of_its_own(name, family_backend, packed_documents):
-    """GPT-2 would, at embeddings and residuals: training mode changes no logit."""
+    """GPT-2 has dropout in embeddings and residuals, but training mode changes no logit."""
     backend = family_backend(name).eval()
     with torch.no_grad():
         still = logits_of(backend, packed_documents)
@@ -320,7 +320,7 @@ def test_the_base_drops_nothing_of_its_own(name, family_backend, packed_document
 
 
 def test_gemma_caps_both_scores_and_logits(family_backend, packed_documents):
-    """Without either cap the logits are others, so the comparisons above can fail."""
+    """Control: without either cap the logits differ, so the comparisons above can fail."""
     backend = family_backend("gemma2").eval()
     with torch.no_grad():
         capped = logits_of(backend, packed_documents)
@@ -335,7 +335,7 @@ def test_gemma_caps_both_scores_and_logits(family_backend, packed_documents):
 
 @pytest.mark.parametrize("name", ["mistral", "phi3", "gemma2"])
 def test_windows_are_shorter_than_the_documents(name, family_backend, packed_documents):
-    """Without the window the logits are others, so the comparisons above can fail."""
+    """Control: without the window the logits differ, so the comparisons above can fail."""
     backend = family_backend(name).eval()
     with torch.no_grad():
         windowed = logits_of(backend, packed_documents)

@@ -1,4 +1,4 @@
-"""The graphs whose base learns: every weight, and the research lane from scratch."""
+"""Graphs that train the base: full fine-tuning, and the research lane from scratch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def step(backend, batch):
 
 
 def test_gradients_are_those_of_transformers_own_loss(tiny_backend, batch):
-    """Each weight's, the tied embedding's two parts included, over chunks of the head, to 1e-4."""
+    """They agree to 1e-4 for every weight, also the tied embedding, over chunks of the head."""
     from transformers import AutoModelForCausalLM
 
     backend = tiny_backend(*FULL).train()
@@ -69,19 +69,19 @@ def test_gradients_are_those_of_transformers_own_loss(tiny_backend, batch):
 
 @graphs
 def test_every_weight_learns_in_f32(tiny_backend, batch, overrides):
-    """One step moves all base weights; B, which starts at zero, moves too."""
+    """One step changes all base weights, and B, which starts at zero."""
     backend = tiny_backend(*overrides)
     before = {name: p.detach().clone() for name, p in backend.trainable().items()}
     assert {p.dtype for p in backend.trainable().values()} == {torch.float32}
     step(backend, batch)
     still = [n for n, p in backend.trainable().items() if torch.equal(p, before[n])]
-    assert all(name.endswith("lora_a") for name in still)  # whose gradient B = 0 stops
+    assert all(name.endswith("lora_a") for name in still)  # its gradient is zero while B = 0
     assert len(before) > len(still)
 
 
 @graphs
 def test_the_base_is_the_published_one_after_training(tiny_backend, batch, overrides):
-    """Inside the block the first logits again, after it the trained ones, bit for bit."""
+    """Inside the context the first logits return, and afterwards the trained ones, bit for bit."""
     backend = tiny_backend(*overrides)
     first = logits_of(backend, batch)
     step(backend, batch)
@@ -94,7 +94,7 @@ def test_the_base_is_the_published_one_after_training(tiny_backend, batch, overr
 
 @graphs
 def test_written_weights_are_the_trained_model(tiny_backend, batch, overrides, tmp_path):
-    """Loaded by transformers alone, one document's logits agree to 1e-5."""
+    """Loaded by transformers alone, the logits of one document agree to 1e-5."""
     from transformers import AutoModelForCausalLM
 
     backend = tiny_backend(*overrides)
@@ -111,7 +111,7 @@ def test_written_weights_are_the_trained_model(tiny_backend, batch, overrides, t
 
 @graphs
 def test_there_is_no_adapter(tiny_backend, tiny_config, overrides):
-    """And none is taken, where every weight was trained."""
+    """If every weight was trained, none is written or loaded."""
     backend = tiny_backend(*overrides)
     assert not backend.has_adapter
     assert not backend.has_peft_view
@@ -123,7 +123,7 @@ def test_there_is_no_adapter(tiny_backend, tiny_config, overrides):
 
 
 def test_a_frozen_base_writes_no_weights(tiny_backend, tmp_path):
-    """Warm-started, the research lane leaves an adapter, as qlora and the proxy do."""
+    """Warm-started, the research lane writes only an adapter, like qlora and the proxy."""
     for overrides in (["backend=burn", "backend.train_base=false"], [], ["backend=proxy"]):
         backend = tiny_backend(*overrides)
         assert backend.has_adapter
@@ -132,7 +132,7 @@ def test_a_frozen_base_writes_no_weights(tiny_backend, tmp_path):
 
 
 def test_the_research_lane_says_so(tiny_backend, tiny_config):
-    """In the facts, a note, and the adapter's manifest."""
+    """This is in the facts, in a note and in the adapter's manifest."""
     overrides = ["backend=burn", "backend.train_base=false"]
     backend = tiny_backend(*overrides)
     facts = backend.facts()
@@ -145,7 +145,7 @@ def test_the_research_lane_says_so(tiny_backend, tiny_config):
 
 
 def test_a_full_run_leaves_weights_and_adapter_tasks_refuse_it(finished_with):
-    """The command line end to end: weights/ is hashed, and evaluate names what to do instead."""
+    """Through the CLI, weights/ is hashed, and task=evaluate says what to use instead."""
     run = finished_with("backend=full")
     assert (run.weights / "model.safetensors").is_file()
     assert not run.adapter.exists()
@@ -155,7 +155,7 @@ def test_a_full_run_leaves_weights_and_adapter_tasks_refuse_it(finished_with):
 
 @pytest.mark.parametrize("overrides", [["backend=proxy"], ["backend=burn"], ["backend=lora"]])
 def test_each_backend_trains_through_the_command_line(finished_with, overrides):
-    """The run succeeds, its loss falls, and what it leaves can be read."""
+    """The run succeeds, the loss falls, and the artifacts can be read."""
     from mens_exp.artifacts.manifest import Manifest
 
     run = finished_with(*overrides)

@@ -10,7 +10,7 @@ from mens_exp.data.batch import packed_batch
 
 F32 = "quant.compute_dtype=f32"
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15], [16]]
-NO_END = {319}  # an id the tests make sure does not come up
+NO_END = {319}  # an id that must not occur
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def complete(backend, prompts, *, limit=12, end_ids=NO_END):
 
 
 def test_each_prompt_is_continued_as_if_it_were_alone(backend):
-    """Left padding changes no id in f32."""
+    """Left padding changes no id in float32."""
     together = complete(backend, PROMPTS)
     assert together == [complete(backend, [prompt])[0] for prompt in PROMPTS]
     assert [len(ids) for ids in together] == [12, 12, 12]
@@ -68,7 +68,7 @@ def test_answers_make_room_for_prompts_as_they_end(backend, monkeypatch):
 
 
 def test_a_prefix_that_all_have_is_read_once(backend, monkeypatch):
-    """Seventeen ids of a system prompt, say; each answer is that of its prompt alone."""
+    """With a system prompt of seventeen ids, each answer equals that of its prompt alone."""
     prefix = list(range(30, 47))
     prompts = [[*prefix, 5], [*prefix, 6, 7, 8], [*prefix, 9, 10]]
     expected = [complete(backend, [prompt])[0] for prompt in prompts]
@@ -90,7 +90,7 @@ def test_a_prefix_that_all_have_is_read_once(backend, monkeypatch):
 
 
 def test_every_id_is_the_most_likely_next_one(backend, documents_of):
-    """Checked by feeding the completion back through the training forward pass."""
+    """The completion is fed back through the training forward pass."""
     (completion,) = complete(backend, [PROMPTS[0]])
     ids = PROMPTS[0] + completion
     encoded = documents_of([ids], [[0] * 4 + [1] * 12])
@@ -102,7 +102,7 @@ def test_every_id_is_the_most_likely_next_one(backend, documents_of):
 
 @pytest.mark.parametrize("kind", ["qlora", "lora", "full", "burn"])
 def test_bf16_products_generate_on_every_backend(tiny_backend, documents_of, kind):
-    """The format of the main job: each id is the likeliest, or as likely but for rounding."""
+    """In bf16 each id is the most likely one up to rounding."""
     backend = tiny_backend(f"backend={kind}", "quant.compute_dtype=bf16").eval()
     (completion,) = complete(backend, [PROMPTS[0]])
     encoded = documents_of([PROMPTS[0] + completion], [[0] * 4 + [1] * 12])
@@ -114,7 +114,7 @@ def test_bf16_products_generate_on_every_backend(tiny_backend, documents_of, kin
 
 
 def test_a_completion_stops_at_the_first_end_id_and_keeps_it(backend):
-    """Of two end ids the first to come ends it; the others go on to the limit or their own."""
+    """The first of two end ids ends the completion; the others go on to theirs or the limit."""
     free = complete(backend, PROMPTS)
     ends = {free[0][4], free[1][7]}
 
@@ -127,7 +127,7 @@ def test_a_completion_stops_at_the_first_end_id_and_keeps_it(backend):
 
 
 def test_nothing_is_dropped_while_generating(backend):
-    """In training mode and at any micro-batch, completions are those of evaluation mode."""
+    """In training mode and at any micro-batch, completions equal those of evaluation mode."""
     expected = complete(backend.eval(), PROMPTS)
     backend.train()
     for index in (0, 1):
@@ -137,7 +137,7 @@ def test_nothing_is_dropped_while_generating(backend):
 
 @pytest.mark.parametrize("training", [True, False])
 def test_the_mode_is_as_before_afterwards(backend, training):
-    """Module by module, also where they differ."""
+    """The mode of each module is restored, even if they differ."""
     backend.train(training)
     odd = backend.causal_lm.model.layers[0]
     odd.train(not training)
@@ -147,7 +147,7 @@ def test_the_mode_is_as_before_afterwards(backend, training):
 
 
 def test_the_mode_is_as_before_after_an_error(backend):
-    """A failing block does not leave the model in evaluation mode."""
+    """An error does not leave the model in evaluation mode."""
     before = [module.training for module in backend.train().modules()]
     seen = []
 
@@ -163,7 +163,7 @@ def test_the_mode_is_as_before_after_an_error(backend):
 
 
 def test_sampling_settings_of_the_checkpoint_play_no_part(backend):
-    """A repetition penalty in generation_config.json would change what greedy means."""
+    """A repetition penalty in generation_config.json would change greedy decoding."""
     expected = complete(backend, PROMPTS)
     loaded = backend.causal_lm.generation_config
     loaded.repetition_penalty, loaded.no_repeat_ngram_size = 9.0, 1
@@ -172,7 +172,7 @@ def test_sampling_settings_of_the_checkpoint_play_no_part(backend):
 
 
 def test_the_base_is_what_completes_while_the_adapter_is_off(backend, tiny_backend):
-    """Off, the completions are a fresh graph's; on, they are not."""
+    """With the adapter off, completions equal those of a fresh graph; with it on, they do not."""
     fresh = complete(tiny_backend(F32), PROMPTS)
     assert complete(backend, PROMPTS) != fresh
     with backend.base_only():
@@ -180,7 +180,7 @@ def test_the_base_is_what_completes_while_the_adapter_is_off(backend, tiny_backe
 
 
 def test_generating_leaves_the_gradients_of_the_next_step_as_they_were(backend, random_documents):
-    """No inference tensor or repacked weight stays behind."""
+    """No inference tensor or repacked weight remains."""
     from mens_exp.data.batch import packed_batch
 
     batch = packed_batch(random_documents([20]), [[0]], index=0)
@@ -199,6 +199,6 @@ def test_generating_leaves_the_gradients_of_the_next_step_as_they_were(backend, 
 
 
 def test_a_limit_of_one_token_gives_one(backend):
-    """The shortest completion there is."""
+    """A completion of one token is possible."""
     ids = greedy(backend.causal_lm, [PROMPTS[0]], max_new_tokens=1, end_ids=NO_END)
     assert [len(row) for row in ids] == [1]

@@ -25,7 +25,7 @@ def logits_of(backend, batch):
 
 @pytest.mark.parametrize("model", ["tiny_llama", "tiny_gpt2", "tiny_qwen2"])
 def test_hidden_states_are_those_of_the_dequantized_weights(tiny_backend, batch, model):
-    """Transformers' own f32 model with those weights in plain torch: logits to 1e-5."""
+    """The oracle is transformers' float32 model with the dequantized weights: 1e-5 on logits."""
     from transformers import AutoModelForCausalLM
     from transformers.pytorch_utils import Conv1D
 
@@ -51,7 +51,7 @@ def test_the_peft_view_is_what_peft_loads(
     batch,
     tmp_path,
 ):
-    """Bit for bit as far as f32 goes: 1e-5; the trained graph itself is further away."""
+    """The logits agree to 1e-5; those of the trained graph differ more."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -75,7 +75,7 @@ def test_the_peft_view_is_what_peft_loads(
 
 
 def test_the_manifest_names_the_base(tiny_backend, tiny_config):
-    """Method qlora, base int8, no double quantization, and nothing taken out of the base."""
+    """The manifest has method qlora, base int8 and no double quantization."""
     manifest, _ = tiny_backend(*INT8).adapter(tiny_config(*INT8))
     assert (manifest.adapter_method, manifest.rank) == ("qlora", 16)
     assert manifest.quant == {"base_quant": "int8", "double_quant": False}
@@ -84,7 +84,7 @@ def test_the_manifest_names_the_base(tiny_backend, tiny_config):
 
 
 def test_modules_left_out_keep_their_weights(tiny_backend):
-    """`mlp` is the checkpoint's; attention has eight bits, and the head is as it was."""
+    """`mlp` and the head equal the checkpoint, and attention is 8-bit."""
     backend = tiny_backend(*INT8, "quant.skip=[mlp]")
     kinds = {path.split(".")[3] for path in quantized_linears(backend.causal_lm)}
     assert kinds == {"self_attn"}
@@ -92,7 +92,7 @@ def test_modules_left_out_keep_their_weights(tiny_backend):
 
 
 def test_dora_learns_on_it(tiny_backend, batch):
-    """At B = 0 its lengths are those of the dequantized weights: the base's logits, to 1e-5."""
+    """With B = 0 its magnitudes are those of the dequantized weights: base logits to 1e-5."""
     base = logits_of(tiny_backend(*INT8), batch)
     backend = tiny_backend(*INT8, "lora.variant=dora", "lora.dropout=0")
     assert (logits_of(backend, batch) - base).abs().max() <= 1e-5
@@ -103,5 +103,5 @@ def test_dora_learns_on_it(tiny_backend, batch):
     assert all(
         float(grad.abs().sum()) > 0
         for name, grad in gradients.items()
-        if grad is not None and not name.endswith("lora_a")  # B is zero
+        if grad is not None and not name.endswith("lora_a")  # B starts at zero
     )

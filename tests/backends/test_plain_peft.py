@@ -1,4 +1,4 @@
-"""Losses of a PEFT directory: as the trained graph computes them, and as PEFT does."""
+"""Losses of a PEFT directory, as computed by the trained graph and by PEFT."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ LENGTHS = (11, 30, 47)
 
 @pytest.fixture
 def documents(random_documents):
-    """Three documents, about half of each learned."""
+    """Return three documents, about half of each supervised."""
     return random_documents(LENGTHS)
 
 
 @pytest.fixture
 def batch(documents):
-    """The documents in one row."""
+    """Return the documents in one row."""
     return packed_batch(documents, [list(range(len(LENGTHS)))], index=0)
 
 
 def loaded(base, directory, dtype, kernel):
-    """Load the 4-bit base and a PEFT directory as PEFT's documentation says."""
+    """Load the 4-bit base and a PEFT directory as PEFT's documentation does."""
     from peft import PeftModel
 
     model = of_transformers(base, dtype, quant="nf4", attn_implementation=kernel)
@@ -38,7 +38,7 @@ def loaded(base, directory, dtype, kernel):
 
 
 def sum_of_losses(model, documents):
-    """Sum the loss of `forward(labels=...)` over the documents, one by one."""
+    """Return the sum of `forward(labels=...)` over the single documents."""
     total = 0.0
     for start, end in pairwise(documents.offsets.tolist()):
         ids = torch.from_numpy(documents.ids[None, start:end]).long()
@@ -53,7 +53,7 @@ def sum_of_losses(model, documents):
 def test_both_kernels_give_the_losses_of_peft(
     name, tiny_backend, tiny_base, documents, batch, tmp_path
 ):
-    """Loaded from disk by PEFT in the same format; ours is nearer in f32 than in bf16."""
+    """The directory is loaded by PEFT; agreement is closer in float32 than in bf16."""
     dtype = {"f32": torch.float32, "bf16": torch.bfloat16}[name]
     backend = tiny_backend(f"quant.compute_dtype={name}", live=True).eval()
     backend.write_peft(tmp_path / "peft")
@@ -66,7 +66,7 @@ def test_both_kernels_give_the_losses_of_peft(
 
 
 def test_attention_that_is_not_transformers_is_seen(tiny_backend, documents, batch, monkeypatch):
-    """Scores that are three times too large."""
+    """Control: attention scores that are three times too large are found."""
     backend = tiny_backend("quant.compute_dtype=f32", live=True).eval()
     right = attention._sdpa_document
     monkeypatch.setattr(attention, "_sdpa_document", lambda *a: right(*a[:4], a[4] * 3))

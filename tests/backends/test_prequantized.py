@@ -1,4 +1,4 @@
-"""Quantized checkpoints, compared with transformers, with bitsandbytes and with arithmetic.
+"""Quantized checkpoints, compared with transformers, bitsandbytes and arithmetic.
 
 The layers of tests/model/published, written by other packages, make small models; the same model
 of these packages' values, loaded by transformers, is the reference.
@@ -42,7 +42,7 @@ def published(name):
 
 
 def plain(place, weight_OI=None):
-    """Save a small Llama whose projections are all of 64 by 64."""
+    """Save a small Llama whose projections are all 64 by 64."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -61,7 +61,7 @@ def plain(place, weight_OI=None):
 
 
 def coded(dense, place, config, tensors):
-    """Copy a model with the tensors of a layer of codes in the place of every projection."""
+    """Copy a model, replacing every projection by the tensors of a quantized layer."""
     shutil.copytree(dense, place)
     state = load_file(place / "model.safetensors")
     for key in [key for key in state if key.endswith("_proj.weight")]:
@@ -77,7 +77,7 @@ def coded(dense, place, config, tensors):
 
 @pytest.fixture
 def pair(tmp_path):
-    """Return a model of codes and the same model of plain weights."""
+    """Return a quantized model and the same model with plain weights."""
 
     def made(name):
         config, tensors = published(name)
@@ -155,7 +155,7 @@ def test_four_bits_that_transformers_saved_are_what_it_loads(nested, tiny_config
     theirs = of_transformers(tmp_path / "saved")
     backend = graph(configured(tiny_config, tmp_path / "saved"), tmp_path)
     assert len(quantized_linears(backend.causal_lm)) == 14
-    # bitsandbytes' kernel for evaluation computes in bf16 on some processors
+    # On some processors bitsandbytes' evaluation kernel computes in bf16.
     assert close(logits(backend.causal_lm), theirs, 0.02)
     again = graph(
         configured(tiny_config, place, "quant=nf4", f"quant.double_quant={nested}".lower()),
@@ -200,7 +200,7 @@ def test_layers_that_were_published_unquantized_stay_plain(pair, tiny_config, tm
 
 
 def changed(place, edit, **config):
-    """Change the tensors, and settings of the quantization, of a saved model in place."""
+    """Change the tensors and the quantization settings of a saved model in place."""
     state = load_file(place / "model.safetensors")
     edit(state)
     save_file(state, place / "model.safetensors", {"format": "pt"})
@@ -211,7 +211,7 @@ def changed(place, edit, **config):
 
 
 def test_a_layer_that_lost_its_scales_is_refused_by_name(pair, tiny_config):
-    """Its codes would be taken for weights."""
+    """Its codes would be mistaken for weights."""
     place, _ = pair("fp8_tensor")
     path = "model.layers.1.mlp.up_proj"
     changed(place, lambda state: state.pop(f"{path}.weight_scale"))
@@ -221,14 +221,14 @@ def test_a_layer_that_lost_its_scales_is_refused_by_name(pair, tiny_config):
 
 @pytest.mark.parametrize("storage", [torch.bfloat16, torch.float32])
 def test_four_bits_that_are_stored_as_floats_are_read(storage, tiny_config, tmp_path):
-    """They are what `bnb_4bit_quant_storage` makes of them, for sharding."""
+    """`bnb_4bit_quant_storage` stores 4-bit codes as floats for sharding."""
     from bitsandbytes import functional
 
     values_OI = torch.randn(64, 64, generator=torch.Generator().manual_seed(2)) * 0.1
     codes, state = functional.quantize_4bit(values_OI, quant_type="nf4", quant_storage=storage)
     tensors = {"weight": codes}
     tensors |= {f"weight.{name}": one for name, one in state.as_dict(packed=True).items()}
-    config = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}  # as before quant_method
+    config = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}  # in older files
     config["bnb_4bit_quant_storage"] = str(storage).removeprefix("torch.")
     shapes = {f"a.{name}": tuple(one.shape) for name, one in tensors.items()}
     stored = format_of({"quantization_config": config}, "a model")
@@ -240,7 +240,7 @@ def test_four_bits_that_are_stored_as_floats_are_read(storage, tiny_config, tmp_
 
 
 def test_codes_of_transposed_weights_are_refused(tiny_config, tmp_path):
-    """GPT-2's are; square ones would be merged and trained without a complaint."""
+    """GPT-2's are transposed; if square, they would be merged without an error."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = {"n_embd": 64, "n_layer": 1, "n_head": 2, "vocab_size": 512}
@@ -253,11 +253,11 @@ def test_codes_of_transposed_weights_are_refused(tiny_config, tmp_path):
     (problem,) = check_model(configured(tiny_config, place))
     assert "of this family are not supported" in str(problem)
     with pytest.raises(ModelFileError, match="of this family are not supported"):
-        stored_layers(read_directory(place))  # as a merge asks
+        stored_layers(read_directory(place))  # as task=merge asks
 
 
 def test_a_plan_counts_the_file_of_codes(pair, tiny_config, tmp_path):
-    """Four bits, a scale and a zero point for each 32 weights; two bytes for embedding and head."""
+    """Each 32 weights take 4 bits each, a scale and a zero point; embedding and head are bf16."""
     place, _ = pair("gptq")
     found = make_plan(configured(tiny_config, place), tmp_path)["memory_bytes"]["components"]
     assert found["weights file, mapped"] == 14 * 64 * 64 * (4 + 64 / 32) / 8 + 2 * 2 * 512 * 64
@@ -275,7 +275,7 @@ def test_a_damaged_layer_is_refused_by_name(pair, tiny_config, tmp_path):
 
 @pytest.fixture
 def typed(tmp_path, monkeypatch):
-    """Type a command on a model of the test, and return its run's directory."""
+    """Run a command on the test's model, and return its run directory."""
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"Say {n}.", "response": f"It is {n}."} for n in range(40)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
@@ -300,7 +300,7 @@ def trained(typed, name, place, *words):
 
 
 def test_an_adapter_on_codes_is_trained_merged_and_scored(pair, typed, tmp_path):
-    """As on the same plain weights; merged, it is those weights and scale · B · A."""
+    """Scores equal those on plain weights; the merged model is these plus scale · B · A."""
     place, dense = pair("gptq_2_ordered")
     _, run = trained(typed, "coded", place, "quant=prequantized")
     _, other = trained(typed, "plain", dense, "backend=lora")
@@ -327,7 +327,7 @@ def test_an_adapter_on_codes_is_trained_merged_and_scored(pair, typed, tmp_path)
 
 
 def test_a_merged_model_has_no_tensor_that_the_model_lacks(pair, typed, tmp_path):
-    """Writers of GPTQ gave every layer a bias of zeros; servers' scales of caches go along."""
+    """GPTQ writers add zero biases, and servers add cache scales."""
     place, dense = pair("gptq")
     keys = list(load_file(dense / "model.safetensors"))
     idle = {f"{key[:-7]}.bias": torch.zeros(64) for key in keys if key.endswith("_proj.weight")}
@@ -339,7 +339,7 @@ def test_a_merged_model_has_no_tensor_that_the_model_lacks(pair, typed, tmp_path
 
 
 def test_biases_of_codes_are_kept_and_merged(typed, tmp_path):
-    """Qwen2 has biases where its layers of codes have them."""
+    """In Qwen2 the quantized layers have biases."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The projection stack against its definition, one position at a time."""
+"""The projection stack, compared with its definition for single positions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mens_exp.layout.checkpoint_files import read_directory
 PROXY = ["backend=proxy", "quant.compute_dtype=f32"]
 IDS = [7, 100, 41, 41, 258, 3, 199, 12, 64, 5]
 MODELS = {
-    # model, middle key of layer i, whether it is stored [in, out]
+    # model, the middle key of layer i, and whether it is stored as [in, out]
     "tiny_llama": ("model.layers.{}.self_attn.o_proj.weight", "model.embed_tokens.weight", False),
     "tiny_qwen2": ("model.layers.{}.self_attn.o_proj.weight", "model.embed_tokens.weight", False),
     "tiny_gpt2": ("transformer.h.{}.attn.c_proj.weight", "transformer.wte.weight", True),
@@ -26,17 +26,17 @@ MODELS = {
 
 
 def weights_of(backend):
-    """Read the checkpoint with another library than the backend does."""
+    """Read the checkpoint with another library than the backend's."""
     (shard,) = read_directory(backend.base.directory).shards
     return {name: tensor.float() for name, tensor in load_file(shard).items()}
 
 
 def by_definition(backend, model, previous, *, composition="residual"):
-    """Return the logits that follow one token, written from the specification in f64."""
+    """Return the logits after one token, from the specification in float64."""
     middle, embedding, transposed = MODELS[model]
     weights, adapter = weights_of(backend), backend.trainable()
     key_of = {name: name for name in weights}
-    if embedding not in key_of:  # a GPT-2 saved without its head lacks the first part of each key
+    if embedding not in key_of:  # saved without its head, a GPT-2 lacks the first part of each key
         embedding, middle = embedding.partition(".")[2], middle.partition(".")[2]
 
     def projected(weight, name, x):
@@ -63,7 +63,7 @@ def by_definition(backend, model, previous, *, composition="residual"):
 
 @pytest.fixture(scope="session")
 def batch_of(documents_of):
-    """Pack one document whose last `k` tokens are learned."""
+    """Pack one document whose last `k` tokens are supervised."""
 
     def made(k, ids=IDS):
         learned = [0] * (len(ids) - k) + [1] * k
@@ -75,7 +75,7 @@ def batch_of(documents_of):
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("k", [1, 4, 9])
 def test_all_targets_at_once_equal_one_at_a_time(tiny_backend, batch_of, model, k):
-    """Logits and mean loss of the last k targets, on three layouts, to 1e-4 in f32."""
+    """Logits and mean loss of the last k targets agree to 1e-4 in float32 on three layouts."""
     backend = tiny_backend(*PROXY, f"model={model}", live=True).eval()
     batch = batch_of(k)
     with torch.no_grad():
@@ -92,7 +92,7 @@ def test_all_targets_at_once_equal_one_at_a_time(tiny_backend, batch_of, model, 
 
 @pytest.mark.parametrize("composition", ["residual", "sequential", "residual_plain"])
 def test_each_composition_is_its_own_formula(tiny_backend, batch_of, composition):
-    """And the three differ."""
+    """The three compositions give different results."""
     backend = tiny_backend(*PROXY, f"backend.composition={composition}", live=True).eval()
     with torch.no_grad():
         logits = backend.head(backend(batch_of(1)))[0]
@@ -122,7 +122,7 @@ def test_layers_are_taken_from_the_first_on(
     middle,
     graph,
 ):
-    """The factors follow the number taken, and the facts say it under the seeds' names."""
+    """Factors depend on the number of layers, and the facts use the seeds' names."""
     backend = tiny_backend(*PROXY, *overrides, live=True).eval()
     with torch.no_grad():
         logits = backend.head(backend(batch_of(1)))[0]
@@ -140,7 +140,7 @@ def test_layers_are_taken_from_the_first_on(
 
 
 def test_the_prediction_depends_on_the_last_token_alone(tiny_backend, batch_of):
-    """What stands before it, and where it stands, changes no bit."""
+    """Earlier tokens and the position change no bit."""
     backend = tiny_backend(*PROXY, live=True).eval()
     with torch.no_grad():
         long = backend(batch_of(1))
@@ -149,7 +149,7 @@ def test_the_prediction_depends_on_the_last_token_alone(tiny_backend, batch_of):
 
 
 def test_the_embedding_is_mapped_and_never_written(tiny_backend, tiny_base):
-    """It is neither parameter nor buffer, and writing to it leaves the file as it was."""
+    """It is no parameter or buffer, and writing to the mapping leaves the file unchanged."""
     (shard,) = read_directory(tiny_base.directory).shards
     before = shard.read_bytes()
     backend = tiny_backend(*PROXY)
@@ -161,7 +161,7 @@ def test_the_embedding_is_mapped_and_never_written(tiny_backend, tiny_base):
 
 
 def test_weights_are_what_four_bits_leave_of_them(tiny_backend):
-    """Each frozen weight is the reference's round trip of the checkpoint's."""
+    """Each frozen weight equals the reference round trip of the checkpoint's."""
     backend = tiny_backend(*PROXY)
     weights = weights_of(backend)
     for name, part in backend.projections.items():
@@ -170,7 +170,7 @@ def test_weights_are_what_four_bits_leave_of_them(tiny_backend):
 
 
 def test_bits_per_parameter_are_measured(tiny_backend):
-    """4.5 without double quantization: three weights of whole blocks, codes and scales."""
+    """It is 4.5 without double quantization: codes and scales of three weights in whole blocks."""
     backend = tiny_backend(*PROXY, "quant.double_quant=false")
     assert backend.facts()["bits_per_parameter"] == 4.5
 
@@ -178,7 +178,7 @@ def test_bits_per_parameter_are_measured(tiny_backend):
 def test_arms_of_other_backends_start_from_the_same_matrices(
     tiny_backend,
 ):
-    """The proxy's mid1 is the full graph's l1.o: the same A; so is the head's."""
+    """The A of the proxy's mid1 equals that of the full graph's l1.o, and likewise the head's."""
     proxy = tiny_backend(*PROXY).trainable()
     full = tiny_backend("lora.targets=[o_proj,lm_head]").trainable()
     assert torch.equal(proxy["mid1.lora_a"], full["l1.o.lora_a"])
@@ -189,7 +189,7 @@ def test_arms_of_other_backends_start_from_the_same_matrices(
 def test_generation_follows_the_arg_max_of_the_last_token(
     tiny_backend,
 ):
-    """By the definition, token after token, rows apart; an end id ends its row."""
+    """Tokens of each row follow the definition, and an end id ends its row."""
     backend = tiny_backend(*PROXY, live=True)
 
     def follow(token):
@@ -210,7 +210,7 @@ def test_generation_follows_the_arg_max_of_the_last_token(
 
 
 def test_there_is_no_peft_view(tiny_backend, tmp_path):
-    """Asked for one, it refuses and writes nothing."""
+    """The request is refused and nothing is written."""
     backend = tiny_backend(*PROXY)
     assert not backend.has_peft_view
     with pytest.raises(SetupError, match="PEFT"):
@@ -220,7 +220,7 @@ def test_there_is_no_peft_view(tiny_backend, tmp_path):
 
 @pytest.fixture(scope="session")
 def without(tiny_base, tmp_path_factory):
-    """Copy tiny_llama, some tensors left out or replaced, config.json changed."""
+    """Copy tiny_llama with some tensors left out or replaced and config.json changed."""
 
     def made(*names, config=None, **tensors):
         directory = tmp_path_factory.mktemp("lacking") / "model"
@@ -240,7 +240,7 @@ LACKING = "model.layers.1.self_attn.o_proj.weight"
 
 
 def test_a_checkpoint_that_lacks_a_projection_trains_its_head_alone(tiny_backend, without):
-    """Never a part of the stack; a note says what is missing."""
+    """The stack is all or nothing; a note says what is missing."""
     directory = without(LACKING)
     backend = tiny_backend(*PROXY, "model=hf", f"model.id={directory}")
     facts = backend.facts()
@@ -252,7 +252,7 @@ def test_a_checkpoint_that_lacks_a_projection_trains_its_head_alone(tiny_backend
 
 
 def test_a_full_stack_is_required_on_request(tiny_backend, without):
-    """The refusal lists what is missing, before a weight is read."""
+    """The error lists what is missing before a weight is read."""
     overrides = [*PROXY, "model=hf", f"model.id={without(LACKING)}"]
     with pytest.raises(ModelFileError, match=LACKING):
         tiny_backend(*overrides, "backend.require_full_stack=true")
@@ -261,7 +261,7 @@ def test_a_full_stack_is_required_on_request(tiny_backend, without):
 def test_projections_that_are_not_square_are_refused_with_their_shape(
     tiny_backend,
 ):
-    """Four heads of 32 beside a width of 64: o_proj is [64, 128]; the head alone still works."""
+    """Four heads of 32 at width 64 give an o_proj of [64, 128]; the head alone still works."""
     overrides = [*PROXY, "model=random", "model.name=wide", "model.head_dim=32"]
     with pytest.raises(ModelFileError, match=r"\[64, 128\].*4 heads of 32"):
         tiny_backend(*overrides)
@@ -269,14 +269,14 @@ def test_projections_that_are_not_square_are_refused_with_their_shape(
 
 
 def test_more_layers_than_there_are_is_refused(tiny_backend):
-    """Three of two; two of two are all."""
+    """Three layers of two are refused, and two are accepted."""
     with pytest.raises(ConfigError, match="at most 2"):
         tiny_backend(*PROXY, "backend.max_layers=3")
     assert len(tiny_backend(*PROXY, "backend.max_layers=2").middle) == 2
 
 
 def test_a_deep_plain_product_is_warned_about(tiny_backend, tiny_config):
-    """Eight layers without the factors: a note names the remedy; residually there is none."""
+    """For eight layers without factors a note gives a remedy; with residuals there is none."""
     deep = [*PROXY, "model=random", "model.name=deep", "model.num_hidden_layers=8"]
     for kind in ("sequential", "residual_plain"):
         notes = tiny_backend(*deep, f"backend.composition={kind}").facts()["notes"]

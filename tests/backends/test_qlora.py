@@ -1,4 +1,4 @@
-"""QLoRA against the libraries themselves: transformers' loader and PEFT's own reader."""
+"""QLoRA, compared with transformers' loader and PEFT's reader."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from mens_exp.planning.kernels import Part
 from mens_exp.quant.bnb import keep_trainable, quantization_config
 
 F32 = "quant.compute_dtype=f32"
-LAYER = {"q": 64, "k": 32, "v": 32, "o": 64, "gate": 128, "up": 128, "down": 64}  # outputs
+LAYER = {"q": 64, "k": 32, "v": 32, "o": 64, "gate": 128, "up": 128, "down": 64}  # out_features
 
 
 def plain_base(config, base):
-    """Load the base with the libraries alone, with eager attention."""
+    """Load the base with the libraries alone and eager attention."""
     from transformers import AutoModelForCausalLM
 
     with quiet():
@@ -37,7 +37,7 @@ def plain_base(config, base):
 
 
 def ours_on(backend, ids, documents_of):
-    """Return the logits after every token of one document but its last."""
+    """Return the logits at every token of one document except the last."""
     encoded = documents_of([ids], [[0] + [1] * (len(ids) - 1)])
     backend.eval()
     with torch.no_grad():
@@ -54,7 +54,7 @@ def test_a_fresh_graph_is_the_quantized_base(
     documents_of,
     overrides,
 ):
-    """In f32, step-0 logits are those of transformers' own 4-bit model."""
+    """In float32, logits at step 0 equal those of transformers' own 4-bit model."""
     ids = list(range(3, 40))
     theirs = plain_base(tiny_config(F32, *overrides), tiny_base)
     with torch.no_grad():
@@ -72,7 +72,7 @@ def test_peft_reads_the_adapter_back_on_its_own_base(
     tmp_path,
     overrides,
 ):
-    """PeftModel.from_pretrained on the 4-bit base gives the trained graph's logits in f32."""
+    """PeftModel.from_pretrained on the 4-bit base gives the trained graph's logits in float32."""
     from peft import PeftModel
 
     backend = tiny_backend(F32, *overrides, live=True)
@@ -88,7 +88,7 @@ def test_peft_reads_the_adapter_back_on_its_own_base(
 
 
 def test_the_peft_directory_holds_the_adapter_and_nothing_else(tiny_backend, tmp_path):
-    """Configuration and matrices; a directory that was there is replaced as a whole."""
+    """It has configuration and matrices; an existing directory is replaced as a whole."""
     (tmp_path / "peft").mkdir()
     (tmp_path / "peft" / "old").touch()
     tiny_backend("lora.r=4", "lora.alpha=8").write_peft(tmp_path / "peft")
@@ -142,7 +142,7 @@ def test_the_manifest_describes_the_adapter(
 
 
 def test_facts_are_what_was_built(tiny_backend):
-    """Counted by hand: 94,528 weights, and 16 · (inputs + outputs) for each of 14 projections."""
+    """By hand: 94,528 weights, and 16 · (inputs + outputs) for each of 14 projections."""
     assert tiny_backend().facts() == {
         "trainable_parameters": 32_768,
         "trainable_matrices": 28,
@@ -183,13 +183,13 @@ def test_facts_are_what_was_built(tiny_backend):
     ],
 )
 def test_each_setting_shows_in_the_facts(tiny_backend, overrides, expected):
-    """What an override asks for is read back from the graph."""
+    """Each override is visible in the facts read from the graph."""
     facts = tiny_backend(*overrides).facts()
     assert {key: facts[key] for key in expected} == expected
 
 
 def test_alpha_over_r_scales_the_update(tiny_backend, documents_of):
-    """Twice alpha is twice B: the logits agree in f32."""
+    """Doubling alpha equals doubling B: the logits agree in float32."""
     doubled = tiny_backend(F32, "lora.alpha=32", live=True)
     plain = tiny_backend(F32, "lora.alpha=16", live=True)
     ids = list(range(3, 20))
@@ -205,7 +205,7 @@ def test_alpha_over_r_scales_the_update(tiny_backend, documents_of):
 
 @pytest.mark.parametrize("targets", ["[nope_proj]", "[q_proj,q_porj]", "['*.layers.2.*']"])
 def test_targets_that_match_nothing_are_refused(tiny_backend, targets):
-    """One that matches beside it does not save the other; the nearest name is given."""
+    """Another matching target does not help; the error gives the nearest name."""
     with pytest.raises(ConfigError, match=r"lora\.targets: matches no linear.*expected"):
         tiny_backend(f"lora.targets={targets}")
 
@@ -213,13 +213,13 @@ def test_targets_that_match_nothing_are_refused(tiny_backend, targets):
 def test_all_targets_that_match_nothing_are_reported_together(
     tiny_backend,
 ):
-    """Two misspelt names are two problems of one message."""
+    """Two misspelled names are two problems in one message."""
     with pytest.raises(Problems, match=r"found up_porj(.|\n)*found q_porj"):
         tiny_backend("lora.targets=[up_porj,q_porj]")
 
 
 def test_a_model_without_four_bit_layers_is_refused(tiny_backend, monkeypatch):
-    """A loader that leaves the weights as they are does not pass for QLoRA."""
+    """A loader that does not quantize must not pass as QLoRA."""
     monkeypatch.setattr(frozen_base, "quantization_config", lambda config, skip, weights: None)
     with pytest.raises(SetupError, match="no linear layer was quantized"):
         tiny_backend()
@@ -227,7 +227,7 @@ def test_a_model_without_four_bit_layers_is_refused(tiny_backend, monkeypatch):
 
 @pytest.mark.parametrize("compute", ["bf16", "f32"])
 def test_the_head_and_the_norms_stay_in_the_compute_format(tiny_backend, compute):
-    """Nothing of the base is cast up, which would cost 2 GB on an 8B model."""
+    """Casting them to float32 would cost 2 GB on an 8B model."""
     backend = tiny_backend(f"quant.compute_dtype={compute}")
     expected = {"bf16": torch.bfloat16, "f32": torch.float32}[compute]
     ours = {id(p) for p in backend.trainable().values()}
@@ -241,11 +241,11 @@ def test_a_repacking_kernel_left_on_would_change_the_gradients(
     random_documents,
     monkeypatch,
 ):
-    """The trap of DESIGN, shown: without the guard, gradients after a validation are others."""
+    """Control for DESIGN.md: without the guard, a validation changes later gradients."""
     import bitsandbytes
 
     repacks = getattr(bitsandbytes.functional, "has_avx512bf16", lambda: False)()
-    if not repacks or not has_bf16("cpu"):  # held to AVX2, evaluation does not reach that kernel
+    if not repacks or not has_bf16("cpu"):  # limited to AVX2, evaluation does not use that kernel
         pytest.skip("needs a CPU with avx512_bf16 and a bitsandbytes that repacks weights for it")
     monkeypatch.setattr(frozen_base, "keep_trainable", lambda model: None)
     backend = tiny_backend(live=True)
@@ -276,7 +276,7 @@ def test_one_mask_is_drawn_for_each_layer_input(
     targets,
     expected,
 ):
-    """Projections of one input share it: two layers of q/k/v, o, gate/up and down are eight."""
+    """Projections with one input share it: q/k/v, o, gate/up and down in two layers make eight."""
     from mens_exp.lora import keyed
 
     draw, keys = keyed.Mask.draw, []
@@ -294,5 +294,5 @@ def test_one_mask_is_drawn_for_each_layer_input(
 def test_the_longest_sequence_is_the_checkpoint_s(
     tiny_backend,
 ):
-    """tiny_llama's configuration says 2,048."""
+    """It is 2,048 in tiny_llama's configuration."""
     assert tiny_backend().max_positions == 2048

@@ -1,4 +1,4 @@
-"""Code that comes with a model: run only where asked for, and never trusted with packing."""
+"""Code that comes with a model runs only if allowed, and packing is checked."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TheirModel(LlamaForCausalLM):
 
 @pytest.fixture
 def with_code(tiny_base, tmp_path, monkeypatch):
-    """Put a model directory with code of its own somewhere."""
+    """Write a model directory with its own code."""
     from transformers import dynamic_module_utils
 
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
@@ -67,7 +67,7 @@ def with_code(tiny_base, tmp_path, monkeypatch):
 
 
 def test_code_is_not_run_unless_asked_for(with_code, train_in, tmp_path):
-    """The class of transformers itself is taken, nobody is prompted, no code is on record."""
+    """The class of transformers is used, without a prompt and without recorded code."""
     mark = tmp_path / "mark"
     directory = with_code(GOOD.format(mark=str(mark)))
     run = train_in(tmp_path / "run", "model=hf", f"model.id={directory}", "trainer.max_steps=1")
@@ -76,7 +76,7 @@ def test_code_is_not_run_unless_asked_for(with_code, train_in, tmp_path):
 
 
 def test_code_that_was_asked_for_is_run_and_recorded(with_code, train_in, tmp_path):
-    """It keeps documents apart, because transformers' own attention is what it calls."""
+    """It uses transformers' attention, so documents stay separate."""
     mark = tmp_path / "mark"
     directory = with_code(GOOD.format(mark=str(mark)))
     run = train_in(
@@ -101,7 +101,7 @@ def test_code_that_would_mix_documents_is_refused(
     code,
     found,
 ):
-    """Before a step is taken, with what was seen."""
+    """The error comes before the first step and says what was observed."""
     directory = with_code(code)
     train_in(
         tmp_path / "run",

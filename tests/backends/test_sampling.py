@@ -13,21 +13,21 @@ PROMPTS = [[5 + row, *range(9, 9 + row % 5)] for row in range(16)]
 
 
 def drawn(*, temperature=1.0, top_p=1.0, draws=4000):
-    """Draw from probabilities 0.5, 0.3, 0.2 in a shuffled order, ids 2, 0, 1."""
+    """Draw from probabilities 0.5, 0.3, 0.2 for ids 2, 0, 1."""
     logits = torch.log(torch.tensor([0.3, 0.2, 0.5])).repeat(draws, 1)
     draw = Draw(Sampling(temperature=temperature, top_p=top_p, seeds=list(range(draws))))
     return Counter(draw(logits).tolist())
 
 
 def test_tokens_come_up_as_often_as_they_are_likely():
-    """Within four standard errors of 4,000 draws."""
+    """Frequencies over 4,000 draws are within four standard errors."""
     counts = drawn()
     for token, chance in ((2, 0.5), (0, 0.3), (1, 0.2)):
         assert abs(counts[token] / 4000 - chance) < 4 * (chance * (1 - chance) / 4000) ** 0.5
 
 
 def test_temperature_sharpens():
-    """At one half, chances are squared: 25, 9 and 4 of 38."""
+    """At 0.5 probabilities are squared: 25, 9 and 4 of 38."""
     counts = drawn(temperature=0.5)
     assert counts[2] / 4000 == pytest.approx(25 / 38, abs=0.03)
     assert counts[1] / 4000 == pytest.approx(4 / 38, abs=0.02)
@@ -37,12 +37,12 @@ def test_temperature_sharpens():
     ("top_p", "kept"), [(0.4, {2}), (0.5, {2}), (0.7, {0, 2}), (1.0, {0, 1, 2})]
 )
 def test_top_p_keeps_the_fewest_that_have_the_share(top_p, kept):
-    """The most likely token is always among them."""
+    """The most likely token is always included."""
     assert set(drawn(top_p=top_p, draws=500)) == kept
 
 
 def test_a_row_draws_from_its_own_stream():
-    """Whatever stands beside it, and in whatever order rows are asked for."""
+    """Its draws do not depend on the other rows or their order."""
     logits = torch.zeros(3, 50)
     together = Draw(Sampling(temperature=1.0, top_p=1.0, seeds=[7, 8, 9]))
     alone = Draw(Sampling(temperature=1.0, top_p=1.0, seeds=[8]))
@@ -56,7 +56,7 @@ def test_a_row_draws_from_its_own_stream():
 
 @pytest.fixture(scope="module", params=["qlora", "proxy"])
 def backend(request, tiny_backend):
-    """The graph of transformers, and the one of our own."""
+    """Return the graph based on transformers, or our own."""
     more = (F32,) if request.param == "qlora" else ("backend=proxy", F32)
     return tiny_backend(*more, live=True)
 
@@ -71,7 +71,7 @@ def sampling(rows, seed=0):
 
 
 def test_an_item_gets_the_same_sample_whatever_the_batch(backend):
-    """Alone, and among sixteen; another seed gives another one."""
+    """The sample is the same alone and among sixteen, and depends on the seed."""
     rows = list(range(16))
     together = completed(backend, rows, sampling=sampling(rows))
     alone = [completed(backend, [row], sampling=sampling([row]))[0] for row in rows]
@@ -81,7 +81,7 @@ def test_an_item_gets_the_same_sample_whatever_the_batch(backend):
 
 
 def test_greedy_text_is_the_same_alone_and_among_sixteen(backend):
-    """In f32 every item; the accepted share is 99 of 100."""
+    """In float32 all texts agree; the requirement is 99 of 100."""
     rows = list(range(16))
     together = completed(backend, rows)
     same = sum(completed(backend, [row])[0] == together[row] for row in rows)
@@ -89,7 +89,7 @@ def test_greedy_text_is_the_same_alone_and_among_sixteen(backend):
 
 
 def test_a_stop_text_ends_the_answer_that_reaches_it(backend):
-    """The ids up to it come back, of that prompt alone; nothing is taken for an end marker."""
+    """Only that answer ends, with its ids up to the stop text, which is not an end marker."""
 
     def decode(ids):
         return "".join(f"<{token}>" for token in ids)
@@ -104,7 +104,7 @@ def test_a_stop_text_ends_the_answer_that_reaches_it(backend):
 
 
 def test_a_watch_remembers_where_an_answer_stopped():
-    """Also where the text straddles tokens, and whatever comes after."""
+    """The stop text may span tokens, and later text does not matter."""
     watch = StopWatch(Stops(texts=[["ab"], []], decode=lambda ids: "".join(map(chr, ids))))
     assert not watch.has_stopped(0, [ord("x"), ord("a")])
     assert watch.has_stopped(0, [ord("x"), ord("a"), ord("b")])

@@ -1,4 +1,4 @@
-"""PiSSA and LoftQ on a 4-bit tiny_llama: the start, the way back to the base, and the artifact."""
+"""PiSSA and LoftQ on a 4-bit tiny_llama: initialization, the plain base, and the artifact."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def logits_of(backend, batch):
 
 
 def moved(backend):
-    """Move every trained parameter a little, as training does."""
+    """Change every trained parameter a little, as training would."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in backend.trainable().values():
@@ -93,7 +93,7 @@ def test_the_start_is_nearer_to_the_unquantized_model(
     overrides,
     batch,
 ):
-    """Its logits, and the weights of every layer, by the measure that is printed and recorded."""
+    """Its logits and the weights of every layer are closer, by the recorded measure."""
     backend = tiny_backend(F32, *overrides)
     unquantized = of_the_libraries(tiny_config(F32), tiny_base, quantized=False)
     target = plain_logits(unquantized)
@@ -116,7 +116,7 @@ def test_the_start_is_nearer_to_the_unquantized_model(
 
 
 def test_facts_say_what_the_start_did(tiny_backend):
-    """The means over the layers, the worst of them, and the time."""
+    """They have the mean over layers, the worst layer, and the time."""
     backend = tiny_backend("lora.init=pissa")
     facts, errors = backend.facts(), backend.quantization_errors()
     assert facts["lora_init"] == "pissa"
@@ -139,7 +139,7 @@ def test_without_the_adapter_it_is_the_plain_base_again(
     batch,
     overrides,
 ):
-    """Nothing taken out, nothing added: transformers' own 4-bit model; then the start again."""
+    """With the adapter off it equals transformers' own 4-bit model, and switches back."""
     backend = tiny_backend(F32, *overrides)
     tuned = logits_of(backend, batch)
     with backend.base_only():
@@ -151,7 +151,7 @@ def test_without_the_adapter_it_is_the_plain_base_again(
 
 @both
 def test_equal_configurations_start_from_equal_bits(tiny_backend, batch, overrides):
-    """Whatever was drawn before, and whatever the seed: the weights alone decide."""
+    """The start depends only on the weights, not on the seed or earlier draws."""
     first = tiny_backend(*overrides)
     torch.rand(7)
     second = tiny_backend(*overrides, "seed=9")
@@ -162,7 +162,7 @@ def test_equal_configurations_start_from_equal_bits(tiny_backend, batch, overrid
 
 @both
 def test_every_part_learns_and_the_base_does_not(tiny_backend, batch, overrides):
-    """From the first step on: B is not zero here, so that A has a gradient at once."""
+    """At the first step B is not zero, so A has a gradient."""
     backend = tiny_backend(*overrides).train()
     backend.begin(0)
     CrossEntropy("causal", 4)(backend(batch), batch.targets_M, backend.head).total.backward()
@@ -203,7 +203,7 @@ def test_the_base_is_rebuilt_from_the_adapter_not_from_a_new_decomposition(
     overrides,
     monkeypatch,
 ):
-    """Another machine's last bits, here a decomposition that is off by a twentieth, do no harm."""
+    """Loading works even if another machine's decomposition is off by a twentieth."""
     from mens_exp.backends import adapters
 
     backend = moved(tiny_backend(*overrides))
@@ -243,7 +243,7 @@ def test_peft_on_the_plain_base_is_what_the_view_says_it_is(
     overrides,
     tmp_path,
 ):
-    """Its own reader gives the logits of as_peft_view; those of the trained graph where exact."""
+    """PEFT gives the logits of as_peft_view, and those of the trained graph if it is exact."""
     from peft import PeftModel
 
     backend = moved(tiny_backend(F32, *overrides))
@@ -265,7 +265,7 @@ def test_an_untouched_start_is_no_change_of_the_published_model(
     tiny_config,
     overrides,
 ):
-    """PiSSA's delta is B A − B0 A0, zero before training; LoftQ's is what its last round added."""
+    """Before training PiSSA's delta B A - B0 A0 is zero; LoftQ's is what its last round added."""
     backend = tiny_backend(*overrides)
     manifest, tensors = backend.adapter(tiny_config(*overrides))
     assert (manifest.mens_exp or {})["init"]["doubled_rank"] is True
@@ -296,7 +296,7 @@ def test_loftq_of_one_round_keeps_its_rank(
 @pytest.mark.parametrize("family", ["gpt2", "phi3"])
 @pytest.mark.parametrize("init", ["pissa", "loftq"])
 def test_families_with_other_modules_start_nearer_too(tiny_config, tmp_path, family, init):
-    """GPT-2's checkpoints hold transposed weights, Phi-3's fused ones; the square one included."""
+    """The families include GPT-2's transposed and Phi-3's fused weights, and a square one."""
     base = saved(family, tmp_path)
     config = tiny_config("model=hf", f"model.id={base.directory}", f"lora.init={init}", "lora.r=4")
     backend = QloraBackend(config, base, torch.device("cpu"))
@@ -307,7 +307,7 @@ def test_families_with_other_modules_start_nearer_too(tiny_config, tmp_path, fam
 
 
 def saved(family, directory):
-    """Save a small random model of a family, as a user would bring it."""
+    """Save a small random model of a family, as a user would provide it."""
     from transformers import AutoModelForCausalLM, GPT2Config, Phi3Config
 
     torch.manual_seed(0)
@@ -333,7 +333,7 @@ def saved(family, directory):
 
 @residual
 def test_the_view_adds_what_training_changed_of_the_published_weights(tiny_backend, overrides):
-    """``s (B A − B0 A0)`` for each layer, by hand, whatever ranks and scales it is written with."""
+    """By hand, ``s (B A - B0 A0)`` is added for each layer, for any ranks and scales."""
     backend = moved(tiny_backend(*overrides))
     taken, found = backend.start_state(), backend.trainable()
     expected = {
@@ -352,7 +352,7 @@ def test_the_view_adds_what_training_changed_of_the_published_weights(tiny_backe
 
 
 def test_the_base_is_asked_inside_of_the_view_and_the_view_goes_on(tiny_backend, batch):
-    """As an objective that compares with the base does: both answer as they do alone."""
+    """Nested, as in objectives that compare with the base, both give their usual logits."""
     backend = moved(tiny_backend("lora.init=pissa"))
     with backend.base_only():
         base = logits_of(backend, batch)
@@ -366,7 +366,7 @@ def test_the_base_is_asked_inside_of_the_view_and_the_view_goes_on(tiny_backend,
 
 @pytest.mark.parametrize("init", ["pissa", "loftq"])
 def test_dora_starts_with_the_lengths_of_what_it_starts_from(tiny_backend, init):
-    """Base and first update together, so that its ratio is one and it changes nothing yet."""
+    """Magnitudes are those of base plus initial update, so DoRA changes nothing at first."""
     backend = tiny_backend(F32, "lora.variant=dora", f"lora.init={init}")
     found = backend.trainable()
     for name, module in backend.layers.items():
@@ -377,7 +377,7 @@ def test_dora_starts_with_the_lengths_of_what_it_starts_from(tiny_backend, init)
 
 
 def test_a_checkpoint_brings_its_own_base(tiny_backend, tiny_config):
-    """Where this machine's decomposition came out otherwise, the checkpoint's is taken."""
+    """The decomposition in the checkpoint is used, even if this machine's differs."""
     config = tiny_config("lora.init=pissa")
     saved_by, loaded_by = (tiny_backend("lora.init=pissa") for _ in range(2))
     objective = CrossEntropy("causal", 4)

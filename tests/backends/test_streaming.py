@@ -25,13 +25,13 @@ def stream(backend, prompt=PROMPT, **options):
 
 
 def test_tokens_come_as_transformers_generates_them(backend):
-    """Its own generate(), without our cache and loop, gives the same ids."""
+    """The oracle is transformers' generate(), without our cache and loop."""
     (expected,) = backend.generate([PROMPT], max_new_tokens=12, end_ids=NO_END)
     assert finished(stream(backend)) == expected
 
 
 def test_base_and_tuned_take_turns_without_touching_each_other(backend):
-    """A token each in turn gives what each gives alone."""
+    """Alternating token by token gives the same as separate calls."""
     with backend.base_only():
         (base,) = backend.generate([PROMPT], max_new_tokens=12, end_ids=NO_END)
     (tuned,) = backend.generate([PROMPT], max_new_tokens=12, end_ids=NO_END)
@@ -44,7 +44,7 @@ def test_base_and_tuned_take_turns_without_touching_each_other(backend):
 
 
 def test_an_end_id_ends_an_answer_and_the_limit_cuts_it(backend):
-    """Only the first is an end of the model's own."""
+    """Only an end id counts as the model's own end."""
     free = finished(stream(backend))
     ended = stream(backend, end_ids={free[3]})
     assert finished(ended) == free[: free.index(free[3]) + 1]
@@ -57,7 +57,7 @@ def test_an_end_id_ends_an_answer_and_the_limit_cuts_it(backend):
 
 
 def test_drawn_tokens_repeat_under_a_seed(backend):
-    """Another seed draws others; near 0 the likeliest is drawn."""
+    """Another seed draws other tokens; near temperature 0 the most likely is drawn."""
     warm = {"temperature": 5.0}
     first = finished(stream(backend, seed=1, **warm))
     assert finished(stream(backend, seed=1, **warm)) == first
@@ -66,6 +66,6 @@ def test_drawn_tokens_repeat_under_a_seed(backend):
 
 
 def test_an_answer_ends_where_the_models_positions_do(backend, monkeypatch):
-    """Whatever the limit says."""
+    """This holds whatever the limit is."""
     monkeypatch.setattr(type(backend), "max_positions", property(lambda _self: 7))
     assert len(finished(stream(backend))) == 3

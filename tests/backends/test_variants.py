@@ -1,4 +1,4 @@
-"""Variants, patterns and an adapter on the head, on tiny_llama, against PEFT's own reader."""
+"""Variants, patterns and head adapters on tiny_llama, compared with PEFT's reader."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def gradients_of(backend, batch, chunk=4):
 
 
 def peft_logits(config, base, directory, ids):
-    """Load base and adapter with the libraries alone."""
+    """Return the logits of base and adapter from the libraries alone."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -78,7 +78,7 @@ def peft_logits(config, base, directory, ids):
 
 @arms
 def test_a_fresh_adapter_changes_nothing(tiny_backend, batch, overrides):
-    """B = 0, whatever the variant; DoRA's lengths are those of the weights it starts from."""
+    """With B = 0 no variant changes the base; DoRA's magnitudes are those of the weights."""
     backend = tiny_backend(F32, *overrides)
     tuned = logits_of(backend, batch)
     with backend.base_only():
@@ -88,7 +88,7 @@ def test_a_fresh_adapter_changes_nothing(tiny_backend, batch, overrides):
 
 
 def test_dora_in_bf16_starts_within_its_rounding(tiny_backend, batch):
-    """The ratio of the lengths is one to bf16's eight bits while it learns."""
+    """In training, DoRA's ratio of norms is one up to bf16's precision."""
     backend = tiny_backend("lora.variant=dora", "lora.dropout=0").train()
     with backend.base_only():
         base = backend.head(backend(batch)).detach().float()
@@ -99,7 +99,7 @@ def test_dora_in_bf16_starts_within_its_rounding(tiny_backend, batch):
 @arms
 @pytest.mark.parametrize("compute", ["f32", "bf16"])
 def test_every_part_learns_and_nothing_else_does(tiny_backend, batch, overrides, compute):
-    """Each matrix and each length has an f32 gradient; the base, a tied table included, none."""
+    """Each matrix and magnitude has a float32 gradient; the base and a tied table have none."""
     backend = tiny_backend(*overrides, f"quant.compute_dtype={compute}", live=True)
     gradients = gradients_of(backend, batch)
     assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
@@ -110,7 +110,7 @@ def test_every_part_learns_and_nothing_else_does(tiny_backend, batch, overrides,
 
 @arms
 def test_train_validate_train_gives_the_same_gradients(tiny_backend, batch, overrides):
-    """A measurement in between changes no bit."""
+    """A validation in between changes no bit."""
     backend = tiny_backend(*overrides, live=True)
     before = {name: g.clone() for name, g in gradients_of(backend, batch).items()}
     logits_of(backend, batch)
@@ -118,7 +118,7 @@ def test_train_validate_train_gives_the_same_gradients(tiny_backend, batch, over
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.filterwarnings("ignore:Model .*tie_word_embeddings=True")  # PEFT's, of a tied head
+@pytest.mark.filterwarnings("ignore:Model .*tie_word_embeddings=True")  # about a tied head
 @arms
 def test_peft_reads_the_adapter_back(
     tiny_backend,
@@ -128,7 +128,7 @@ def test_peft_reads_the_adapter_back(
     tmp_path,
     overrides,
 ):
-    """Its own reader gives the trained graph's logits in f32, patterns and lengths included."""
+    """PEFT gives the trained graph's logits in float32, with patterns and magnitudes."""
     backend = tiny_backend(F32, *overrides, live=True)
     with torch.no_grad():
         for name, parameter in backend.trainable().items():
@@ -152,7 +152,7 @@ def test_the_adapter_on_disk_is_read_back_exactly(
     overrides,
     tmp_path,
 ):
-    """Tensors, variant, and the scale of every layer as PEFT computes with it."""
+    """Tensors, variant and the scale of every layer are equal."""
     backend = tiny_backend(F32, *overrides, live=True)
     manifest, tensors = backend.adapter(tiny_config(F32, *overrides))
     write_adapter(tmp_path, manifest, tensors)
@@ -167,7 +167,7 @@ def test_the_adapter_on_disk_is_read_back_exactly(
 
 
 def test_rslora_scales_by_the_root_of_the_rank(tiny_backend):
-    """Alpha 16 and r 4: 8, where LoRA has 4."""
+    """For alpha 16 and r 4 the scale is 8, and 4 without rsLoRA."""
     scales = {
         variant: {
             module.scaling[ADAPTER]
@@ -181,7 +181,7 @@ def test_rslora_scales_by_the_root_of_the_rank(tiny_backend):
 def test_patterns_set_ranks_and_alphas_of_single_modules(
     tiny_backend,
 ):
-    """By group, name and glob; the others keep the usual values."""
+    """Patterns by group, name and glob apply; other modules keep the defaults."""
     backend = tiny_backend(
         "lora.rank_pattern={qv:8,*.layers.1.self_attn.q_proj:2}",
         "lora.alpha_pattern={down_proj:4}",
@@ -197,7 +197,7 @@ def test_patterns_set_ranks_and_alphas_of_single_modules(
 def test_variants_and_patterns_share_the_draws_of_plain_lora(
     tiny_backend,
 ):
-    """A is keyed by the layer alone wherever its shape is the same."""
+    """A layer's A depends only on its name, if the shape is the same."""
     reference = tiny_backend().trainable()
     for overrides in (*ARMS.values(), ["lora.variant=dora", "lora.dropout=0"]):
         for name, parameter in tiny_backend(*overrides).trainable().items():
@@ -205,11 +205,11 @@ def test_variants_and_patterns_share_the_draws_of_plain_lora(
                 assert torch.equal(parameter, reference[name]), name
 
 
-# the head
+# The head.
 
 
 def reference_gradients(backend, batch):
-    """Take plain cross entropy of all logits at once, by autograd through everything."""
+    """Return the gradients of plain cross entropy over all logits."""
     backend.train()
     backend.zero_grad()
     backend.begin(0)
@@ -224,7 +224,7 @@ def reference_gradients(backend, batch):
 @pytest.mark.parametrize("chunk", [1, 5, 16, 100])
 @pytest.mark.parametrize("targets", ["[lm_head]", "[all_linear,lm_head]"])
 def test_gradients_of_the_head_are_those_of_full_logits(tiny_backend, batch, targets, chunk):
-    """In f32, to 1e-5 of each gradient's size, however small the chunks."""
+    """They agree in float32 to 1e-5 of each gradient's size for any chunk size."""
     backend = tiny_backend(F32, f"lora.targets={targets}", "lora.dropout=0", live=True)
     _, expected = reference_gradients(backend, batch)
     found = gradients_of(backend, batch, chunk)
@@ -235,7 +235,7 @@ def test_gradients_of_the_head_are_those_of_full_logits(tiny_backend, batch, tar
 
 
 def test_an_adapter_on_a_tied_head_leaves_the_embedding_alone(tiny_backend, batch):
-    """The hidden states of a live head adapter are the base's; the logits are not."""
+    """Hidden states equal the base's, and logits do not."""
     backend = tiny_backend(F32, "lora=lm_head", live=True)
     table = backend.causal_lm.get_input_embeddings().weight
     assert backend.layers["lm_head"].get_base_layer().weight is table
@@ -249,7 +249,7 @@ def test_an_adapter_on_a_tied_head_leaves_the_embedding_alone(tiny_backend, batc
 
 
 def test_the_manifest_says_that_an_adapted_head_is_tied(tiny_backend, tiny_config):
-    """Its key is the embedding's, and a merge is warned; without a head adapter nothing is said."""
+    """Its key is the embedding's, and merging is warned about; otherwise there is no note."""
     manifest, tensors = tiny_backend("lora=lm_head").adapter(tiny_config("lora=lm_head"))
     assert manifest.base_key_map == {"lm_head": "model.embed_tokens.weight"}
     assert (manifest.mens_exp or {})["tied_head"] is True
@@ -262,7 +262,7 @@ def test_the_manifest_says_that_an_adapted_head_is_tied(tiny_backend, tiny_confi
 
 
 def test_dropout_before_the_head_differs_from_chunk_to_chunk(tiny_backend, batch):
-    """Equal rows in two chunks lose other elements; a micro-batch repeated loses the same."""
+    """Equal rows in two chunks get other masks; a repeated micro-batch gets the same ones."""
     backend = tiny_backend(F32, "lora=lm_head", "lora.dropout=0.5", live=True).train()
     hidden = torch.ones(4, 64)
     backend.begin(3)
@@ -272,13 +272,13 @@ def test_dropout_before_the_head_differs_from_chunk_to_chunk(tiny_backend, batch
     assert torch.equal(backend.head(hidden), first)
 
 
-# dropout under DoRA
+# Dropout with DoRA.
 
 
 def test_dora_drops_elements_of_one_input_for_base_and_update_alike(
     tiny_backend,
 ):
-    """By hand: ``W x + (g − 1) W d(x) + g s B A d(x)``, with g the ratio of lengths.
+    """By hand: ``W x + (g - 1) W d(x) + g s B A d(x)``, where g is the ratio of norms.
 
     This is what DoRA's authors do (arXiv:2402.09353, PEFT's DoraLinearVariant): what the ratio
     changes of the base's output is computed from the dropped input too.
@@ -305,13 +305,13 @@ def test_dora_drops_elements_of_one_input_for_base_and_update_alike(
 def test_dora_without_dropout_computes_the_base_once(
     tiny_backend,
 ):
-    """PEFT's identity stays in place, which is how it knows."""
+    """PEFT recognizes this by its identity module, which must stay in place."""
     backend = tiny_backend("lora.variant=dora", "lora.dropout=0")
     assert backend.dropouts == []
     assert isinstance(backend.layers["l0.q"].lora_dropout[ADAPTER], torch.nn.Identity)
 
 
-# PEFT's own words for it
+# PEFT's own message.
 
 
 @pytest.mark.parametrize(
@@ -325,14 +325,14 @@ def test_dora_without_dropout_computes_the_base_once(
 def test_the_peft_directory_names_modules_as_short_as_can_be(
     tiny_backend, tmp_path, targets, expected
 ):
-    """Last names where those say it all, in a fixed order."""
+    """Last names are used where they suffice, in a fixed order."""
     tiny_backend(f"lora.targets={targets}").write_peft(tmp_path / "peft")
     config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text("utf-8"))
     assert config["target_modules"] == expected
 
 
 def test_the_peft_directory_carries_variant_and_patterns(tiny_backend, tmp_path):
-    """Its own reader needs no more."""
+    """PEFT's own reader needs nothing else."""
     overrides = ["lora.variant=rslora", "lora.rank_pattern={*.1.*.q_proj:2}", "lora=attention"]
     tiny_backend(*overrides).write_peft(tmp_path / "peft")
     config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text("utf-8"))

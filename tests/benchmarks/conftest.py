@@ -8,7 +8,7 @@ COMMIT = "0123456789" * 4
 
 @pytest.fixture(scope="session")
 def figure_of():
-    """Make a figure; without more, 100 tokens a second, half of its reference, in one round."""
+    """Return a figure; by default 100 tokens/s, half of its reference, in one round."""
 
     def made(**changed):
         plain = Figure(
@@ -29,7 +29,7 @@ def figure_of():
 
 @pytest.fixture(scope="session")
 def machine_of():
-    """Make a machine; without more, one of which everything is known."""
+    """Return a machine; by default one without unknown values."""
 
     def made(**changed):
         plain = Machine(
@@ -48,7 +48,7 @@ def machine_of():
 
 @pytest.fixture(scope="session")
 def run_of(figure_of, machine_of):
-    """Make a run of one figure, of which everything is known."""
+    """Return a run of one figure without unknown values."""
 
     def made(**changed):
         plain = Run(

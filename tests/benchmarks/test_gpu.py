@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py in its dry mode: a CUDA machine's lines on the CPU, with tiny shapes."""
+"""The dry mode of benchmarks/gpu.py: a CUDA machine's slices on the CPU with tiny shapes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SCRIPT = str(Path(__file__).parents[2] / "benchmarks" / "gpu.py")
 
 
 def run(place, *words, code=0):
-    """Run the script, with time even on a busy machine, and return what it printed."""
+    """Run the script with enough time for a busy machine, and return its output."""
     command = [sys.executable, SCRIPT, "--results", str(place), "--minutes", "14", *words]
     done = fork_server.run(command, cwd=place, capture_output=True)
     printed = (done.stdout + done.stderr).decode()
@@ -37,7 +37,7 @@ def slices_in(place, name="gpu_dry"):
 
 @pytest.fixture(scope="module")
 def dry(tmp_path_factory):
-    """The results of a dry run in two starts; before the second, a test had passed on a GPU."""
+    """Return the results of a dry run in two starts; a GPU test had passed before the second."""
     place = tmp_path_factory.mktemp("gpu")
     run(place, "--dry", "2x2048", "nccl")
     results = GpuResults.read(place / "gpu_dry.json")
@@ -50,13 +50,13 @@ def dry(tmp_path_factory):
 
 @pytest.fixture
 def stored(dry, tmp_path):
-    """A copy of those results, as JSON to be changed, and where it is written."""
+    """Return a copy of those results as JSON to be edited, and its path."""
     value = json.loads((dry[0] / "gpu_dry.json").read_text("utf-8"))
     return value, tmp_path / "gpu_dry.json"
 
 
 def test_a_dry_run_leaves_a_result_of_every_slice(dry):
-    """Finite figures with the code, the machine and the versions; no GPU, and the reason why."""
+    """Figures are finite, with commit, machine and versions; the missing GPU has a reason."""
     found = slices_in(dry[0])
     assert list(found) == sorted(SLICES)
     for name, one in found.items():
@@ -72,7 +72,7 @@ def test_a_dry_run_leaves_a_result_of_every_slice(dry):
 
 
 def test_a_second_start_leaves_alone_what_is_done(dry):
-    """It runs the slices that the first start was not asked for."""
+    """It runs the slices that were not requested in the first start."""
     place, first, printed = dry
     found = slices_in(place)
     for name in ("2x2048", "nccl"):
@@ -83,7 +83,7 @@ def test_a_second_start_leaves_alone_what_is_done(dry):
 
 @pytest.mark.parametrize("name", ["2x2048", "1x8192"])
 def test_libraries_are_stepped_in_turns(name, dry):
-    """Ours has a ratio to each other, and its memory beside the plan's."""
+    """Our figure has a ratio to each library, and its memory beside the plan's."""
     one = slices_in(dry[0])[name]
     figures = {figure["name"]: figure for figure in one["figures"]}
     assert "Unsloth" in one["missing"]
@@ -98,14 +98,14 @@ def test_libraries_are_stepped_in_turns(name, dry):
     liger = "mens_exp with Liger-Kernel"
     if find_spec("liger_kernel") is None:
         assert one["missing"][liger].startswith("not installed: liger_kernel")
-    else:  # on a CPU, its kernels are torch's
+    else:  # on the CPU torch's kernels are used
         assert one["facts"][liger].startswith(one["facts"]["mens_exp"])
         assert figures[f"mens_exp beside {liger}: speed"]["ratio"] > 0
     assert ("mens_exp without checkpointing" in one["facts"]) == (name == "2x2048")
 
 
 def test_a_dry_run_meets_no_goal(dry):
-    """Its figures mean nothing, and the page says so at its head."""
+    """Its figures mean nothing, as the page says at the top."""
     goals = [goal for one in slices_in(dry[0]).values() for goal in one["goals"]]
     assert [goal["name"] for goal in goals] == ["speed on one H200", "peak memory"]
     assert {goal["met"] for goal in goals} == {None}
@@ -118,7 +118,7 @@ def test_a_dry_run_meets_no_goal(dry):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
 def test_a_machine_without_a_gpu_skips_every_slice_with_the_reason(tmp_path):
-    """The results of a true run are a file of their own."""
+    """Results of real runs are in a separate file."""
     run(tmp_path)
     found = slices_in(tmp_path, "gpu")
     assert {one["state"] for one in found.values()} == {State.SKIPPED}
@@ -128,7 +128,7 @@ def test_a_machine_without_a_gpu_skips_every_slice_with_the_reason(tmp_path):
 
 
 def test_again_measures_anew(dry, tmp_path, stored):
-    """Only what it is asked for."""
+    """Only the requested slices are measured again."""
     value, path = stored
     path.write_text(json.dumps(value), "utf-8")
     run(tmp_path, "--dry", "--again", "nccl")
@@ -138,7 +138,7 @@ def test_again_measures_anew(dry, tmp_path, stored):
 
 
 def test_a_slice_stops_in_time_and_the_next_start_runs_it(tmp_path):
-    """A sixteenth of a minute is less than what it keeps back to end its processes."""
+    """A sixteenth of a minute is below the reserve for ending its processes."""
     printed = run(tmp_path, "--dry", "2x2048", "nccl", "--minutes", "0.0625")
     assert "run the command again for 2x2048, nccl" in printed
     stopped = slices_in(tmp_path)
@@ -150,7 +150,7 @@ def test_a_slice_stops_in_time_and_the_next_start_runs_it(tmp_path):
 
 
 def test_tests_go_on_after_those_that_have_ended(dry):
-    """A test that has passed is not run again, and every other test of the directory is."""
+    """A passed test is not repeated, and every other test of the directory runs."""
     tests = slices_in(dry[0])["tests"]["tests"]
     assert tests[PASSED] == "passed"
     files = {name.partition("::")[0] for name in tests}
@@ -162,7 +162,7 @@ def test_tests_go_on_after_those_that_have_ended(dry):
 
 
 class Told:
-    """A job whose pytest tells of some tests, and then ends, or not in time."""
+    """A job whose pytest reports some tests, and then ends or times out."""
 
     earlier = None
 
@@ -184,7 +184,7 @@ class Told:
     ],
 )
 def test_a_test_is_given_up_only_where_it_had_all_the_time(told, kept, tmp_path):
-    """The next start begins with one that had to share it."""
+    """The next start begins with a test that had to share its time."""
     found = gpu_slices.tests_slice(Told(tmp_path, told))
     assert found.state is State.STOPPED
     assert found.tests == kept
@@ -192,7 +192,7 @@ def test_a_test_is_given_up_only_where_it_had_all_the_time(told, kept, tmp_path)
 
 @pytest.mark.parametrize("told", [[], [("a", "passed")]])
 def test_a_pytest_that_breaks_is_a_failure(told, tmp_path):
-    """A crash of Python has the exit code of tests that failed; those that have ended are kept."""
+    """A crash of Python has the exit code of failed tests; finished tests are kept."""
     job = Told(tmp_path, told, code=1)
     found = gpu_slices.tests_slice(job)
     assert found.state is State.FAILED
@@ -201,7 +201,7 @@ def test_a_pytest_that_breaks_is_a_failure(told, tmp_path):
 
 
 def test_a_test_that_failed_is_a_figure_of_a_slice_that_is_done(tmp_path):
-    """Its message is kept."""
+    """The message is kept."""
     told = [("a", "passed"), ("b", "failed: E assert 1 == 2"), (gpu_slices.SESSION, "1")]
     found = gpu_slices.tests_slice(Told(tmp_path, told, code=1))
     assert found.state is State.DONE
@@ -215,7 +215,7 @@ def test_a_test_that_failed_is_a_figure_of_a_slice_that_is_done(tmp_path):
 
 
 def test_processes_of_a_slice_find_what_the_script_finds(tmp_path, monkeypatch):
-    """A place of carried wheels, named from the script's directory, is another one from theirs."""
+    """A relative path to wheels would otherwise be resolved in another directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", "src:wheels")
     job = gpu_slices.Job(device="cpu", end=0, place=tmp_path / "slice", earlier=None, card=None)
@@ -244,13 +244,13 @@ def test_a_job_that_lacks_a_package_is_skipped_and_any_other_failure_is_one(tmp_
     ],
 )
 def test_a_wrong_request_is_refused(words, message, tmp_path):
-    """Before anything runs."""
+    """The error comes before anything runs."""
     assert message in run(tmp_path, *words, code=2)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_broken_file_ends_the_script_before_its_work(tmp_path):
-    """What took minutes could not be added to it."""
+    """Results that took minutes could not be added to it."""
     (tmp_path / "gpu_dry.json").write_text("{}", "utf-8")
     assert "gpu_dry.json" in run(tmp_path, "--dry", code=2)
 
@@ -274,7 +274,7 @@ WRONG = {
 
 @pytest.mark.parametrize("change", WRONG.values(), ids=list(WRONG))
 def test_a_file_with_a_wrong_value_is_refused(change, stored):
-    """It names the place."""
+    """The error gives the place."""
     value, path = stored
     change(value)
     path.write_text(json.dumps(value), "utf-8")
@@ -283,7 +283,7 @@ def test_a_file_with_a_wrong_value_is_refused(change, stored):
 
 
 def test_the_page_judges_a_goal_only_where_it_can(dry):
-    """On the card that the goal is of."""
+    """On the goal's own card each goal is marked yes or no."""
     results = GpuResults.read(dry[0] / "gpu_dry.json")
     (fast, small) = results.slices["2x2048"]["goals"]
     fast["met"], small["met"] = True, False

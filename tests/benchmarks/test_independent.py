@@ -1,4 +1,4 @@
-"""The comparison with the reference trainer can fail: it sees other losses, masks and schedules."""
+"""Controls for the comparison with the reference trainer: other losses, masks, schedules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """One run on rows of unequal lengths, two micro-batches a step, and its first adapter."""
+    """Return a run on rows of unequal lengths, two micro-batches a step, and its first adapter."""
     place = tmp_path_factory.mktemp("trained")
     probe = independent.probe_of("plain")
     with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng():
@@ -26,13 +26,13 @@ def trained(tmp_path_factory):
 
 
 def mean_of_micro_batches(several, micro_batches):
-    """The mean of the micro-batches' means, which is another one than that over all tokens."""
+    """Return the mean of the micro-batches' means, which differs from that over all tokens."""
     token_mean = reference.mean_of_tokens(reference.cross_entropy)
     return torch.stack([token_mean(several, [one]) for one in micro_batches]).mean()
 
 
 def with_prompts(several, micro_batches):
-    """The loss of the whole texts."""
+    """Return the loss over whole texts."""
     whole = [
         [one._replace(learned=list(range(1, len(one.ids)))) for one in micro_batch]
         for micro_batch in micro_batches
@@ -49,13 +49,13 @@ def with_prompts(several, micro_batches):
         ({"rate": lambda step, steps: 1 - step / steps}, {"learning rate", "adapter"}),
         (
             {"optimizer": lambda some: torch.optim.AdamW(some, lr=independent.RATE, eps=1e-4)},
-            {"adapter"},  # torch's decay of 0.01
+            {"adapter"},  # torch's default decay of 0.01
         ),
     ],
     ids=["right", "mean of micro-batches", "prompts learned", "another schedule", "another decay"],
 )
 def test_a_wrong_trainer_is_beyond_the_tolerances(trained, monkeypatch, wrong, seen_in):
-    """The right one is within all of them."""
+    """The correct trainer is within all tolerances."""
     place, probe, ours, first = trained
     monkeypatch.chdir(place)
     theirs = independent.trained_by_reference(replace(probe, **wrong))

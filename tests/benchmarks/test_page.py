@@ -8,12 +8,12 @@ from record import RESULTS, Better, Results, Size
 
 MEASURED = Path(__file__).parents[2] / "docs" / "measured"
 LATER = "2026-02-03T04:05:06.789Z"
-BARE = {"reference": None, "reference_value": None, "ratio": None}  # measured alone
+BARE = {"reference": None, "reference_value": None, "ratio": None}  # measured separately
 
 
 @pytest.fixture
 def drawn(tmp_path):
-    """Draw the page of runs of one script."""
+    """Return the page of runs of one script."""
 
     def draw(*runs):
         Results(name="throughput", question="How fast?", runs=[*runs]).write(
@@ -32,12 +32,12 @@ def row(text, name="speed"):
 
 @pytest.mark.parametrize("which", page.HEADS)
 def test_the_page_is_current(which):
-    """A run that was added to benchmarks/results changes the page too: make docs."""
+    """A run that was added to benchmarks/results requires make docs."""
     assert (MEASURED / f"{which}.md").read_text("utf-8") == page.page(RESULTS, which)
 
 
 def test_every_script_has_a_run_of_full_size():
-    """What a script measures is worth a figure; a smallest run has none that means anything."""
+    """Figures of the smallest size are not meaningful."""
     found = {path.stem: Results.read(path) for path in RESULTS.glob("*.json")}
     assert sorted(found) == page.scripts()
     assert {path.suffix for path in RESULTS.iterdir()} == {".json"}
@@ -47,7 +47,7 @@ def test_every_script_has_a_run_of_full_size():
 
 
 def test_a_first_run_has_moved_nowhere(drawn, run_of):
-    """It says so, with what was measured, where and on which code."""
+    """The page says so, with the values, the machine and the commit."""
     text = drawn(run_of(note="busy"))
     assert "First run." in text
     assert "    python benchmarks/throughput.py\n" in text
@@ -58,7 +58,7 @@ def test_a_first_run_has_moved_nowhere(drawn, run_of):
 
 
 def test_a_second_run_says_how_each_figure_moved(drawn, run_of, figure_of):
-    """By hand: 100 to 120 is +20 %, 0.5 to 0.6 too; a share moves by points."""
+    """By hand: 100 to 120 is +20 %, and so is 0.5 to 0.6; a share changes by points."""
     before = run_of(
         figures=[
             figure_of(),
@@ -85,7 +85,7 @@ def test_a_second_run_says_how_each_figure_moved(drawn, run_of, figure_of):
 
 
 def test_the_nearest_comparable_run_is_the_one_compared_with(drawn, run_of, figure_of, machine_of):
-    """Not a later one of another machine, nor one of another command or of the smallest size."""
+    """Later runs on another machine, with another command or of the smallest size are skipped."""
     text = drawn(
         run_of(figures=[figure_of(value=10)]),
         run_of(figures=[figure_of(value=50)]),
@@ -105,7 +105,7 @@ def test_the_nearest_comparable_run_is_the_one_compared_with(drawn, run_of, figu
     ids=str,
 )
 def test_a_run_of_another_machine_is_not_compared_with(change, drawn, run_of, machine_of):
-    """Nor one of which nobody knows the machine."""
+    """A run on an unknown machine is not compared either."""
     unknown = {"machine.cpu": "not stated"} if change == {"cpu": None} else {}
     text = drawn(run_of(machine=machine_of(**change), unknown=unknown), run_of(utc=LATER))
     assert "First run on this machine." in text
@@ -116,7 +116,7 @@ def test_a_run_of_another_machine_is_not_compared_with(change, drawn, run_of, ma
 def test_threads_that_a_run_does_not_name_are_its_cores(
     threads, is_compared, drawn, run_of, machine_of
 ):
-    """A script takes as many by itself; one that was given another number is another machine."""
+    """By default a script uses all cores; another number counts as another machine."""
     machine = machine_of(threads=None, instruction_set=None)
     unknown = dict.fromkeys(["machine.threads", "machine.instruction_set"], "not stated")
     now = run_of(utc=LATER, machine=machine_of(threads=threads))
@@ -125,7 +125,7 @@ def test_threads_that_a_run_does_not_name_are_its_cores(
 
 
 def test_what_is_unknown_of_a_run_is_said(drawn, run_of, machine_of):
-    """With its reason."""
+    """Unknown values are shown with their reasons."""
     machine = machine_of(cpu=None)
     unknown = {"commit": "not stated", "machine.cpu": "not stated"}
     text = drawn(run_of(commit=None, machine=machine, unknown=unknown))
@@ -162,7 +162,7 @@ def test_what_is_unknown_of_a_run_is_said(drawn, run_of, machine_of):
     ],
 )
 def test_a_change_is_judged_where_it_can_be(now, before, expected, figure_of):
-    """Not where rounds overlap, and not where a load may have slowed the reference as much."""
+    """Overlapping rounds are not judged, nor changes that a load may explain by the reference."""
     assert page.moved(figure_of(**now), figure_of(**before)) == expected
 
 

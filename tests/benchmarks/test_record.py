@@ -14,7 +14,7 @@ QUESTION = "How fast?"
 
 @pytest.fixture
 def stored(tmp_path, run_of):
-    """A file of one run, as JSON to be changed, and where it is written."""
+    """Return a file of one run as JSON to be edited, and its path."""
     path = tmp_path / "speed.json"
     Results(name="speed", question=QUESTION, runs=[run_of()]).write(path)
     return json.loads(path.read_text("utf-8")), path
@@ -26,13 +26,13 @@ def read(value, path):
 
 
 def begun(monkeypatch, tmp_path, *arguments):
-    """Begin a script called speed as a shell would."""
+    """Start a script called speed as a shell would."""
     monkeypatch.setattr("sys.argv", ["speed.py", "--results", str(tmp_path), *arguments])
     return record.begin(record.command_line("/somewhere/speed.py", "Speed."))
 
 
 def test_a_file_reads_back_as_it_was_written(stored):
-    """Every value of it."""
+    """Every value round-trips."""
     value, path = stored
     found = Results.read(path)
     assert found.question == QUESTION
@@ -78,7 +78,7 @@ WRONG = {
 
 @pytest.mark.parametrize("change", WRONG.values(), ids=list(WRONG))
 def test_a_file_with_a_wrong_value_is_refused(change, stored):
-    """It names the place in the run."""
+    """The error gives the place in the run."""
     value, path = stored
     change(value["runs"][0])
     with pytest.raises((DataError, Problems), match=r"runs\[0\]"):
@@ -87,7 +87,7 @@ def test_a_file_with_a_wrong_value_is_refused(change, stored):
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
 def test_a_number_that_is_not_finite_is_refused(number, stored):
-    """However JSON readers spell it."""
+    """All spellings of JSON readers are tried."""
     value, path = stored
     value["runs"][0]["figures"][0]["value"] = "HERE"
     path.write_text(json.dumps(value).replace('"HERE"', number), "utf-8")
@@ -96,7 +96,7 @@ def test_a_number_that_is_not_finite_is_refused(number, stored):
 
 
 def test_a_repeated_key_is_refused(stored):
-    """The second would silently replace the first."""
+    """The second value would silently replace the first."""
     _, path = stored
     text = path.read_text("utf-8").replace('"value": 100', '"value": 100, "value": 200')
     path.write_text(text, "utf-8")
@@ -106,14 +106,14 @@ def test_a_repeated_key_is_refused(stored):
 
 @pytest.mark.parametrize("change", [{"runs": []}, {"format": "other"}, {"version": 2}])
 def test_another_file_is_refused(change, stored):
-    """One without a run, of another format, or of a newer version."""
+    """Files without a run, of another format or of a newer version are refused."""
     value, path = stored
     with pytest.raises(DataError):
         read({**value, **change}, path)
 
 
 def test_an_unknown_value_with_its_reason_is_read(stored):
-    """A text that was copied says less than a script writes."""
+    """Runs copied from text have fewer values than a script writes."""
     value, path = stored
     value["runs"][0]["commit"] = None
     value["runs"][0]["machine"]["cpu"] = None
@@ -122,7 +122,7 @@ def test_an_unknown_value_with_its_reason_is_read(stored):
 
 
 def test_a_reference_of_nothing_has_no_ratio(stored):
-    """No study was wrong by the reference's count, say."""
+    """For example, no study was wrong by the reference's count."""
     value, path = stored
     value["runs"][0]["figures"][0].update(reference_value=0, ratio=None)
     assert read(value, path).runs[0]["figures"][0]["ratio"] is None
@@ -138,7 +138,7 @@ def test_a_figure_is_the_median_of_its_rounds():
 
 
 def test_a_figure_of_one_round_has_no_range():
-    """Its ratio to a reference of several is that to their median: 6 / 3."""
+    """Its ratio to a reference of several rounds uses their median: 6 / 3."""
     found = record.figure("speed", 6.0, "s", None, ("GEMM", [2, 3, 9]))
     assert found["lowest"] is None
     assert found["highest"] is None
@@ -146,7 +146,7 @@ def test_a_figure_of_one_round_has_no_range():
 
 
 def test_runs_are_added_to_those_that_there_are(monkeypatch, tmp_path, figure_of, capsys):
-    """Oldest first, each with the figures that were printed."""
+    """Runs are sorted by age, each with the printed figures."""
     for number in (1, 2):
         given = begun(monkeypatch, tmp_path)
         record.finish(QUESTION, [figure_of(value=number)], given)
@@ -158,7 +158,7 @@ def test_runs_are_added_to_those_that_there_are(monkeypatch, tmp_path, figure_of
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_figure_that_is_not_finite_is_not_written(value, monkeypatch, tmp_path, figure_of):
-    """Nor is anything else of that run."""
+    """Nothing of that run is written."""
     given = begun(monkeypatch, tmp_path)
     with pytest.raises(MensError):
         record.finish(QUESTION, [figure_of(value=value)], given)
@@ -166,7 +166,7 @@ def test_a_figure_that_is_not_finite_is_not_written(value, monkeypatch, tmp_path
 
 
 def test_two_figures_of_one_name_are_not_written(monkeypatch, tmp_path, figure_of):
-    """A page could not say which of them has moved."""
+    """The page could not tell them apart."""
     given = begun(monkeypatch, tmp_path)
     with pytest.raises(MensError, match="speed"):
         record.finish(QUESTION, [figure_of(), figure_of(value=1)], given)
@@ -174,7 +174,7 @@ def test_two_figures_of_one_name_are_not_written(monkeypatch, tmp_path, figure_o
 
 
 def test_a_broken_file_ends_the_script_before_its_work(monkeypatch, tmp_path, capsys):
-    """What took minutes could not be added to it."""
+    """Results that took minutes could not be added to it."""
     (tmp_path / "speed.json").write_text("{}", "utf-8")
     with pytest.raises(SystemExit) as ended:
         begun(monkeypatch, tmp_path)
@@ -183,7 +183,7 @@ def test_a_broken_file_ends_the_script_before_its_work(monkeypatch, tmp_path, ca
 
 
 def test_a_command_names_no_path_of_this_machine(monkeypatch, tmp_path):
-    """Nor the note and the place of results, which change nothing that is measured."""
+    """The note and the path of the results, which do not affect figures, are left out too."""
     parser = record.command_line("/somewhere/speed.py", "Speed.")
     parser.add_argument("rest", nargs="*")
     words = ["--note=busy", "3", "data.path=/home/me/rows.jsonl", "~/run", "--smallest"]

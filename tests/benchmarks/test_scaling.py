@@ -1,4 +1,4 @@
-"""The formulas of benchmarks/scaling.py by hand, and the plan's memory next to published peaks."""
+"""The formulas of benchmarks/scaling.py by hand, and planned memory beside published peaks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from scaling import PUBLISHED, Device, Job, calibrated, flops_per_token, times
 
 from mens_exp.layout.shape import shape_of
 
-# The plan states half as much again: the published peak grows by 0.23 GiB from 512 to 2,048 tokens.
+# The plan has 1.5 times as much: the published peak grows by 0.23 GiB from 512 to 2,048 tokens.
 OUTSIDE = {"Llama 2 7B, 2 GPUs, fsdp, 1 × 2048"}
 PEAKS = [
     pytest.param(job, peak, id=f"{device}: {job.name}")
@@ -24,7 +24,7 @@ def test_the_planned_memory_of_a_gpu_is_that_of_published_runs(job, peak):
 
 
 def test_a_token_takes_six_operations_a_frozen_weight():
-    """Llama 2 7B: 6.48e9 weights in layers, a head of 32,000 × 4,096, 2,048 tokens."""
+    """For Llama 2 7B: 6.48e9 weights in layers, a head of 32,000 × 4,096, 2,048 tokens."""
     shape = shape_of(Job(model="Llama 2 7B", gpus=1, batch=1, tokens=2048).config().model)
     layers = 32 * (4 * 4096**2 + 3 * 4096 * 11008)
     attention = 32 * 4.5 * (2 * 2048 * 4096)
@@ -36,7 +36,7 @@ def test_a_token_takes_six_operations_a_frozen_weight():
     ("rate", "best", "worst"), [(1e14, 0.8720, 1.2067), (1e15, 0.3507, 0.4363)]
 )
 def test_time_is_between_overlapped_and_not(rate, best, worst):
-    """By hand, of 2,048 tokens at 10 GB/s; the slower device computes for longer than it gathers.
+    """By hand for 2,048 tokens at 10 GB/s; the slower device computes longer than it gathers.
 
     Products: 8.560e13 FLOPs, so 0.8560 or 0.0856 s. Weights of 4.127 bits, half of them from the
     other process, twice: 0.3341 s, and 64 starts of 10 µs. An adapter of 39,976,960 numbers in 4

@@ -16,7 +16,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 @pytest.mark.parametrize("name", page.scripts())
 def test_a_script_leaves_a_record_of_the_form(name, tmp_path):
-    """At its smallest size: finite figures with their ratios, of this commit and machine."""
+    """At the smallest size figures and ratios are finite, with this commit and machine."""
     if name == "sandbox" and shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is missing: apt-get install bubblewrap")
     script = str(BENCHMARKS / f"{name}.py")

@@ -26,7 +26,7 @@ MARK = "\ufeff"
 
 @pytest.fixture
 def both_ways(tmp_path, monkeypatch):
-    """Load the same rows in memory and on disk; return what came of it."""
+    """Load the same rows in memory and from disk; return both results."""
 
     def outcome(config):
         try:
@@ -46,7 +46,7 @@ def both_ways(tmp_path, monkeypatch):
 
 @pytest.fixture
 def write(tmp_path):
-    """Write lines, rows as JSON and texts as they stand; return the file's path."""
+    """Write rows as JSON lines and strings as given; return the file's path."""
 
     def written(name, *lines, begin="", end="\n"):
         text = begin + "\n".join(
@@ -77,7 +77,7 @@ def chat(number):
 
 
 def assert_same(held, on_disk):
-    """Hold every field of the two against each other; return the rows on disk."""
+    """Assert that all fields of both are equal; return the rows on disk."""
     assert isinstance(held, Rows), held
     assert isinstance(on_disk, Rows), on_disk
     assert isinstance(held.train, list)
@@ -93,7 +93,7 @@ def assert_same(held, on_disk):
 
 
 def test_rows_on_disk_are_those_in_memory(both_ways, write):
-    """Of several files and formats, with byte order mark, carriage returns and no last newline."""
+    """Several files and formats with a byte order mark, CRLF and no final newline load equally."""
     names = [
         write("a.jsonl", *map(row, range(60)), begin=MARK),
         write("b.jsonl", *(json.dumps(row(n)) + "\r" for n in range(60, 90)), end=""),
@@ -105,13 +105,13 @@ def test_rows_on_disk_are_those_in_memory(both_ways, write):
 
 
 def test_sides_of_few_groups_are_those_in_memory(both_ways, write):
-    """They go by rank there."""
+    """Few groups are split by rank."""
     rows = assert_same(*both_ways(write("a.jsonl", *(row(n, group=f"g{n % 3}") for n in range(9)))))
     assert {len(side) for side in (rows.train, rows.val, rows.heldout)} == {3}
 
 
 def test_rows_to_validate_on_are_those_in_memory(both_ways, write):
-    """Named apart, filtered as the others, and hashed with them."""
+    """Rows of data.val_path are filtered and hashed like the others."""
     path, val = write("a.jsonl", *map(row, range(60))), write("v.jsonl", *map(row, range(100, 120)))
     assert_same(*both_ways(path, val_path=val))
     rows = assert_same(*both_ways(path, val_path=val, filter=FilterConfig(min_rating=3)))
@@ -120,7 +120,7 @@ def test_rows_to_validate_on_are_those_in_memory(both_ways, write):
 
 
 def test_bad_rows_that_are_put_aside_are_those_in_memory(both_ways, write):
-    """With line, content and reason; the rows around them keep their lines."""
+    """Line, content and reason are the same; later rows keep their line numbers."""
     lines = [
         *map(row, range(30)),
         "no JSON",
@@ -136,7 +136,7 @@ def test_bad_rows_that_are_put_aside_are_those_in_memory(both_ways, write):
 
 
 def test_columns_and_group_column_are_read_as_in_memory(both_ways, write):
-    """And the columns left out are counted."""
+    """Ignored columns are counted the same way."""
     lines = [{"q": f"q{n}", "a": "r", "file": n // 2, "id": n} for n in range(40)]
     columns = ColumnsConfig(prompt="q", response="a")
     rows = assert_same(*both_ways(write("a.jsonl", *lines), columns=columns, group_column="file"))
@@ -144,7 +144,7 @@ def test_columns_and_group_column_are_read_as_in_memory(both_ways, write):
 
 
 def test_compressed_rows_are_copied_once(both_ways, write, tmp_path):
-    """Into the cache, by their content; messages and record name the file itself."""
+    """The cached copy is named by its content; messages and record name the original file."""
     path = write("a.jsonl.gz", *map(row, range(60)), begin=MARK)
     rows = assert_same(*both_ways(path))
     (copy,) = (tmp_path / "cache" / "decompressed").iterdir()
@@ -159,7 +159,7 @@ def test_compressed_rows_are_copied_once(both_ways, write, tmp_path):
     "wrong", ["json", "leak", "near", "filter", "bad", "columns", "one", "cut"]
 )
 def test_what_is_refused_in_memory_is_refused_on_disk(both_ways, write, wrong, tmp_path):
-    """In the same words, with the same places."""
+    """Messages and places are the same."""
     good = [*map(row, range(60))]
     path, values = write("a.jsonl", *good), {}
     if wrong == "json":
@@ -197,7 +197,7 @@ def loaded(path, monkeypatch, cache):
 
 @pytest.mark.parametrize("change", ["append", "replace", "same_size", "silent", "remove"])
 def test_file_that_is_changed_afterwards_is_refused(write, tmp_path, monkeypatch, change):
-    """However it is changed: other rows would be trained on than the record says."""
+    """After any change the training rows would not be those of the record."""
     path = tmp_path / "a.jsonl"
     rows = loaded(write(path.name, *map(row, range(60))), monkeypatch, tmp_path)
     assert list(rows.train)
@@ -221,7 +221,7 @@ def test_file_that_is_changed_afterwards_is_refused(write, tmp_path, monkeypatch
 
 
 def test_damaged_copy_of_a_compressed_file_is_refused(write, tmp_path, monkeypatch):
-    """The rows are read from the file, so that their checksums are not the copy's."""
+    """Checksums are of the original file, so a damaged copy is detected."""
     path = write("a.jsonl.gz", *map(row, range(60)))
     loaded(path, monkeypatch, tmp_path)
     (copy,) = (tmp_path / "decompressed").iterdir()
@@ -234,7 +234,7 @@ def test_damaged_copy_of_a_compressed_file_is_refused(write, tmp_path, monkeypat
 
 
 def test_processes_that_encode_read_the_rows(write, tmp_path, monkeypatch):
-    """What they make is what one process makes of them in memory; a changed file is told."""
+    """Encoding in processes equals encoding in memory; a changed file is reported."""
     for name, value in {"_SHARD": 10, "_POOL_FROM": 20, "usable_cores": lambda: 2}.items():
         monkeypatch.setattr(shards, name, value)
     path = write("a.jsonl", *map(row, range(60)))
@@ -254,7 +254,7 @@ def test_processes_that_encode_read_the_rows(write, tmp_path, monkeypatch):
 
 
 def test_cache_that_cannot_be_written_is_told(write, tmp_path, monkeypatch):
-    """With what else there is to do."""
+    """The error suggests other ways."""
     (tmp_path / "decompressed").mkdir()
     path = write("a.jsonl.gz", *map(row, range(60)))
 
@@ -268,7 +268,7 @@ def test_cache_that_cannot_be_written_is_told(write, tmp_path, monkeypatch):
 
 
 def test_file_that_changes_while_it_is_read_is_refused(write, tmp_path, monkeypatch):
-    """Half of it would be of one content and half of another."""
+    """The rows would be partly of the old and partly of the new content."""
     path = tmp_path / "a.jsonl"
     write(path.name, *map(row, range(60)))
 
@@ -280,11 +280,11 @@ def test_file_that_changes_while_it_is_read_is_refused(write, tmp_path, monkeypa
 
 
 def test_a_part_of_the_rows_is_named_and_not_read(write, tmp_path, monkeypatch):
-    """Slices read nothing; each row of them, and on the way to another process, is the same."""
+    """Slices read nothing, also when pickled for another process; their rows are the same."""
     path = tmp_path / "a.jsonl"
     train = loaded(write(path.name, *map(row, range(60))), monkeypatch, tmp_path).train
     everyone = list(train)
-    part = pickle.loads(pickle.dumps(train[5:20:3]))  # our own
+    part = pickle.loads(pickle.dumps(train[5:20:3]))  # pickled above
     assert list(part) == everyone[5:20:3]
     assert (part[0], part[-1], train[-2]) == (everyone[5], everyone[17], everyone[-2])
     assert len(pickle.dumps(train[:2])) < 1_000
@@ -295,7 +295,7 @@ def test_a_part_of_the_rows_is_named_and_not_read(write, tmp_path, monkeypatch):
 
 
 def test_small_files_and_arrays_stay_in_memory(write, monkeypatch):
-    """A JSON array cannot be read from its middle."""
+    """A JSON array cannot be read from the middle."""
     path = write("a.jsonl", *map(row, range(60)))
     assert not row_files.is_large(JsonlData(path=path))
     monkeypatch.setattr(row_files, "_LARGE", 1_000)
@@ -306,7 +306,7 @@ def test_small_files_and_arrays_stay_in_memory(write, monkeypatch):
 
 
 def test_memory_does_not_hold_the_rows(tmp_path, write, monkeypatch):
-    """Objects of twelve megabytes of text are several times as many bytes."""
+    """Twelve megabytes of text would take several times as much as objects."""
     path = write("a.jsonl", *(row(n, response=f"{n} " * 100) for n in range(20_000)))
     size = (tmp_path / "a.jsonl").stat().st_size
     tracemalloc.start()

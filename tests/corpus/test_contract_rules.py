@@ -85,7 +85,7 @@ PROBE = {
 
 @pytest.mark.parametrize("limits", [LIMITS, ContractConfig(min_supervised_frac=0.6)])
 def test_what_is_at_its_limit_passes(limits):
-    """Only what is over one is refused."""
+    """Only values beyond a limit are refused."""
     assert not list(contract_rules.of_tokens(TOKENS, limits, LABELLING))
     assert not list(contract_rules.of_rows(ROWS, limits))
     assert not list(contract_rules.of_overlap(OVERLAP, limits))
@@ -113,7 +113,7 @@ def test_what_is_at_its_limit_passes(limits):
     ],
 )
 def test_each_fault_of_the_tokens_is_refused_and_its_setting_allows_it(change, where, setting):
-    """With exit code 4 and what to do next; what no setting allows is a fault of the program."""
+    """The exit code is 4, with a remedy; a fault that no setting allows is a bug."""
     part = {**TOKENS, **change}
     (error,) = contract_rules.of_tokens(part, LIMITS, LABELLING)
     assert (error.where, error.exit_code) == (where, 4)
@@ -124,7 +124,7 @@ def test_each_fault_of_the_tokens_is_refused_and_its_setting_allows_it(change, w
 
 
 def test_a_few_last_tokens_are_no_fault_of_last_k():
-    """It learns as few as it is told, and adds no end marker."""
+    """last_k supervises few tokens by design and adds no end marker."""
     part = {**TOKENS, "trained_frac": 0.001, "ends_trained": 0, "answer_tokens_missed": 40}
     last = dataclasses.replace(LABELLING, objective="last_k")
     assert not list(contract_rules.of_tokens(part, LIMITS, last))
@@ -132,7 +132,7 @@ def test_a_few_last_tokens_are_no_fault_of_last_k():
 
 
 def test_unknown_roles_refuse_nothing():
-    """Null has a reason beside it, and is no figure."""
+    """An unknown value is null with a reason, and is not compared."""
     names = ("tokens_by_role", "trained_by_role", "ends", "ends_trained", "answer_tokens_missed")
     part = {**TOKENS, **dict.fromkeys(names), "end_marker_trained": None}
     assert not list(contract_rules.of_tokens(part, LIMITS, LABELLING))
@@ -140,7 +140,7 @@ def test_unknown_roles_refuse_nothing():
 
 
 def test_documents_that_are_all_cut_are_noted():
-    """No end marker is there to be learned."""
+    """Such documents have no end marker to learn."""
     part = {**TOKENS, "ends": 0, "ends_trained": 0, "end_marker_trained": False}
     assert not list(contract_rules.of_tokens(part, LIMITS, LABELLING))
     (note,) = contract_rules.notes_of_tokens(part, LABELLING)
@@ -158,7 +158,7 @@ def test_documents_that_are_all_cut_are_noted():
     ],
 )
 def test_each_fault_of_the_rows_is_refused(change, what):
-    """One fault, one error."""
+    """Each fault gives exactly one error."""
     part = {**ROWS, **change}
     (error,) = contract_rules.of_rows(part, LIMITS)
     assert what in error.what
@@ -180,7 +180,7 @@ def test_each_fault_of_the_rows_is_refused(change, what):
     ],
 )
 def test_each_fault_of_the_probe_is_refused(change, what):
-    """Over the tolerance is a fault; at it is rounding."""
+    """A difference above the tolerance is refused; one at the tolerance is rounding."""
     part = {**PROBE, **change}
     (error,) = contract_rules.of_probe(part)
     assert what in error.what
@@ -190,20 +190,20 @@ def test_each_fault_of_the_probe_is_refused(change, what):
     ("packed", "remedy"), [(True, "set data.packing=false"), (False, "report this")]
 )
 def test_no_setting_is_advised_that_is_set(packed, remedy):
-    """Documents that are not kept apart without packing are a fault of the model's code."""
+    """Without packing, documents that interact are a bug in the model's code."""
     (error,) = contract_rules.of_probe({**PROBE, "packed": packed, "together_loss": 0.06})
     assert (error.remedy or "").startswith(remedy)
 
 
 def test_an_overlap_names_the_worst_row():
-    """Whoever has to drop something knows what."""
+    """The message gives the row with the largest share."""
     part = {**OVERLAP, "contained_frac": 0.06}
     (error,) = contract_rules.of_overlap(part, LIMITS)
     assert "row r has 90% of item i" in str(error.found)
 
 
 def test_a_cached_comparison_takes_the_place_of_what_a_killed_writer_left(tmp_path):
-    """Of another entry too, which nobody may write again."""
+    """Writing an entry removes temporary files of dead writers, also those of other entries."""
     with subprocess.Popen([sys.executable, "-c", ""]) as gone:
         gone.wait()
     left = tmp_path / f".other.json.{atomic._machine()}-{gone.pid}-00000000.tmp"

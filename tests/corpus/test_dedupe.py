@@ -14,18 +14,18 @@ def pair(prompt, response):
 
 
 def test_first_of_equal_responses_is_kept():
-    """Order is that of the input, the count that of what is gone."""
+    """The order is that of the input, and dropped rows are counted."""
     rows = [pair("a", "x = 1"), pair("b", "x = 2"), pair("c", "x = 1"), pair("d", "x = 1")]
     assert without_duplicates(rows) == ([rows[0], rows[1]], 2)
 
 
 def test_no_rows_have_no_duplicates():
-    """Nothing in, nothing out."""
+    """Empty input gives empty output."""
     assert without_duplicates([]) == ([], 0)
 
 
 def test_row_given_twice_is_counted():
-    """Also when it is the same object."""
+    """A row is a duplicate even if it is the same object."""
     row = pair("a", "x = 1")
     assert without_duplicates([row, row]) == ([row], 1)
 
@@ -40,7 +40,7 @@ def test_row_given_twice_is_counted():
     ids=["layout and comments", "quotes", "white space of prose"],
 )
 def test_responses_that_say_the_same_are_equal(one, other):
-    """How it is written does not count."""
+    """Layout and comments do not matter."""
     assert response_key(one) == response_key(other)
 
 
@@ -57,19 +57,19 @@ def test_responses_that_say_the_same_are_equal(one, other):
     ids=["name", "text in a string", "indentation", "words", "only comments", "no UTF-8"],
 )
 def test_responses_that_differ_are_not_equal(one, other):
-    """What is said counts, down to the spaces in a string."""
+    """Any difference in content counts, even spaces within a string."""
     assert response_key(one) != response_key(other)
 
 
 def test_a_tree_too_deep_to_be_written_down_is_told_by_its_words():
-    """A sum of 1,500 terms is parsed, and its tree is deeper than Python recurses."""
+    """A sum of 1,500 terms parses, but its tree exceeds the recursion limit, so words are used."""
     deep = "x = " + "+".join(["1"] * 1500)
     assert response_key(deep) == response_key(f"{deep}\n")
     assert response_key(deep) != response_key(f"{deep}+1")
 
 
 def test_code_is_equal_where_its_dumped_trees_are():
-    """Held against `ast.dump` over all pairs of statements that differ in one thing."""
+    """The oracle is `ast.dump` over all pairs of statements that differ in one place."""
     lines = [
         *(
             "x = 1",
@@ -92,7 +92,7 @@ def test_code_is_equal_where_its_dumped_trees_are():
 
 
 def test_warnings_of_the_code_are_not_the_users():
-    """An invalid escape in a response is silent, and stays a difference."""
+    """An invalid escape in a response emits no warning and still counts as a difference."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert response_key("x = '\\d'") != response_key("x = '\\w'")

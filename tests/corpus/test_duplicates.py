@@ -25,7 +25,7 @@ def counted(one, other):
 
 
 def test_near_duplicates_are_found_and_others_stay(tmp_path):
-    """Planted from 0.75 to 0.85, by a count of tuples: of those from 0.8 on 95 % at least go.
+    """Of rows planted at 0.8 to 0.85 (counted by tuples) at least 95 % are removed.
 
     Nothing under 0.8 does, and no row that came first.
     """
@@ -33,7 +33,7 @@ def test_near_duplicates_are_found_and_others_stay(tmp_path):
     texts = []
     for number in range(150):
         text = words(rng, 124)
-        other = text[: 124 - 18 - number % 13]  # keeps 102 to 90 of 120 shingles
+        other = text[: 124 - 18 - number % 13]  # shares 102 to 90 of 120 shingles
         texts += [text, other]
     found = find([" ".join(text) for text in texts], tmp_path)
     pairs = [(row, counted(texts[row - 1], texts[row])) for row in range(1, len(texts), 2)]
@@ -49,7 +49,7 @@ def test_near_duplicates_are_found_and_others_stay(tmp_path):
 
 
 def test_exact_duplicates_are_told_by_the_tree(tmp_path):
-    """Comments and layout, which change shingles, do not count; the first row stays."""
+    """Comments and layout, which change shingles, do not matter; the first row stays."""
     found = find(["x = 1", "y = 2", "x  =  (1)  # one", "y = 2"], tmp_path)
     assert found.kept.tolist() == [0, 1, 0, 1]
     assert found.exact.tolist() == [False, False, True, True]
@@ -59,7 +59,7 @@ def test_exact_duplicates_are_told_by_the_tree(tmp_path):
 
 
 def test_clusters_reach_through_their_rows(tmp_path):
-    """Each text is ten words further along; a and c are unlike, and b joins them in any order.
+    """A cluster is transitive: a and c are unlike, but b joins them in any order.
 
     Each has 110 shingles: neighbours share 100 of 120, and a and c 90 of 130.
     """
@@ -74,7 +74,7 @@ def test_clusters_reach_through_their_rows(tmp_path):
 
 
 def test_an_exact_duplicate_goes_where_its_first_row_goes(tmp_path):
-    """Row 2 is row 1 once more, and row 1 is near row 0."""
+    """Row 2 equals row 1, which is near row 0, so both are duplicates of row 0."""
     text = words(np.random.default_rng(3), 200)
     found = find([" ".join(text), " ".join(text[:190]), " ".join(text[:190])], tmp_path)
     assert found.kept.tolist() == [0, 0, 0]
@@ -82,7 +82,7 @@ def test_an_exact_duplicate_goes_where_its_first_row_goes(tmp_path):
 
 
 def test_without_a_threshold_only_exact_ones_go(tmp_path):
-    """And nobody says how alike they are."""
+    """Without a threshold no similarity is computed."""
     text = words(np.random.default_rng(4), 200)
     found = find([" ".join(text), " ".join(text[:190]), " ".join(text)], tmp_path, threshold=None)
     assert found.kept.tolist() == [0, 1, 0]
@@ -91,7 +91,7 @@ def test_without_a_threshold_only_exact_ones_go(tmp_path):
 
 
 def test_rows_are_compared_by_what_is_asked_for(tmp_path):
-    """The same answer to two questions, and in two conversations."""
+    """`by` decides whether equal answers to other questions or conversations are duplicates."""
     rows = [
         TrainingPair(prompt="Is 3 prime?", response="Yes."),
         TrainingPair(prompt="Is 5 prime?", response="Yes."),
@@ -108,7 +108,7 @@ def test_rows_are_compared_by_what_is_asked_for(tmp_path):
 
 
 def test_processes_and_parts_do_not_change_the_result(tmp_path, monkeypatch):
-    """Two processes over three pieces, and keys sorted 100 at a time."""
+    """Two processes over three chunks, sorting 100 keys at a time, give the same result."""
     rng = np.random.default_rng(5)
     texts = []
     for _ in range(600):
@@ -126,7 +126,7 @@ def test_processes_and_parts_do_not_change_the_result(tmp_path, monkeypatch):
 
 
 def test_crowded_buckets_are_compared_with_their_first_rows(tmp_path):
-    """Of 100 rows alike 35 come behind the first and 64 others, in each of at most 21 bands.
+    """Of 100 near-equal rows, 35 exceed the limit of 65 per bucket, in each of at most 21 bands.
 
     They share all but their last word, and each is compared once: with the first row.
     """
@@ -138,7 +138,7 @@ def test_crowded_buckets_are_compared_with_their_first_rows(tmp_path):
 
 
 def test_nothing_has_no_duplicates(tmp_path):
-    """Zero rows are no error."""
+    """Zero rows are not an error."""
     found = find([], tmp_path)
     assert found.kept.tolist() == []
     assert found.facts()["largest_cluster"] == 0

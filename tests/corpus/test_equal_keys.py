@@ -19,12 +19,12 @@ def groups(found):
 @pytest.mark.parametrize("most", [1_000_000, 300, 17])
 @pytest.mark.parametrize("words", [1, 2])
 def test_rows_meet_by_all_of_their_key(tmp_path, words, most):
-    """Held against a dictionary, however many parts are sorted on their own."""
+    """The oracle is a dictionary, for any number of separately sorted parts."""
     rng = np.random.default_rng(words)
     values = rng.integers(0, 2**64, (400, words), dtype=np.uint64)
     keys = values[rng.integers(0, 400, 1000)]
     if words == 2:
-        keys[::3, 1] += np.uint64(1)  # the first word alone does not make them meet
+        keys[::3, 1] += np.uint64(1)  # equal first words alone do not match
     keys.astype("<u8").tofile(tmp_path / "keys")
     expected = defaultdict(list)
     for row, key in enumerate(keys.tolist()):
@@ -35,7 +35,7 @@ def test_rows_meet_by_all_of_their_key(tmp_path, words, most):
 
 
 def test_rows_of_a_group_are_in_order_from_its_start(tmp_path):
-    """Rows 1, 2 and 4 share a key, and 0 with 3; row 5 meets nobody."""
+    """Rows 1, 2 and 4 share a key, and so do 0 and 3; row 5 is alone."""
     np.array([9, 5, 5, 9, 5, 7], "<u8").tofile(tmp_path / "keys")
     (only,) = equal_keys(tmp_path / "keys", 1, tmp_path)
     assert only.rows.tolist() == [1, 2, 4, 0, 3]
@@ -44,7 +44,7 @@ def test_rows_of_a_group_are_in_order_from_its_start(tmp_path):
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_too_few_rows_do_not_meet(tmp_path, count):
-    """An empty file is no error."""
+    """An empty file is not an error."""
     np.zeros(count, "<u8").tofile(tmp_path / "keys")
     (only,) = equal_keys(tmp_path / "keys", 1, tmp_path)
     assert not len(only.rows)

@@ -12,7 +12,7 @@ from mens_exp.errors import DataError, Problems
 
 @pytest.fixture
 def file(tmp_path):
-    """Write rows, each a prompt or whole, into a file of the given name; return its path."""
+    """Write rows, each a prompt or a dict, to a file of this name; return its path."""
 
     def written(name, *rows):
         path = tmp_path / name
@@ -35,7 +35,7 @@ def prompts(rows, *sides):
 
 
 def test_files_of_a_list_are_one_corpus(file):
-    """Split together; each is in the record with its format, rows and content hash."""
+    """The files are split together; the record has format, rows and digest of each."""
     chat = {"conversations": [{"from": "human", "value": "z"}, {"from": "gpt", "value": "r"}]}
     rows = load([file("a.jsonl", *"abcdef"), file("b.jsonl", chat)])
     assert prompts(rows, "train", "val", "heldout") == set("abcdefz")
@@ -47,7 +47,7 @@ def test_files_of_a_list_are_one_corpus(file):
 
 
 def test_order_of_files_is_the_order_of_rows(file):
-    """Another order trains another model, and the hash tells."""
+    """The order of files determines the order of rows, and enters the digest."""
     a, b = file("a.jsonl", *"abc"), file("b.jsonl", *"def")
     assert load([a, b]).sha256 != load([b, a]).sha256
     assert load([a, b]).sha256 == load(a.replace("a.jsonl", "*.jsonl")).sha256
@@ -56,7 +56,7 @@ def test_order_of_files_is_the_order_of_rows(file):
 def test_files_to_validate_on_leave_every_other_row_to_train_and_hold_out(
     file,
 ):
-    """No row of data.path validates; held-out rows are data.path's."""
+    """With data.val_path no row of data.path is used for validation."""
     rows = load(file("a.jsonl", *"abcdefghij"), val_path=file("v.jsonl", *"xy"))
     assert prompts(rows, "val") == set("xy")
     assert prompts(rows, "train", "heldout") == set("abcdefghij")
@@ -65,7 +65,7 @@ def test_files_to_validate_on_leave_every_other_row_to_train_and_hold_out(
 
 
 def test_hash_of_all_rows_follows_those_to_validate_on(file):
-    """They are read too."""
+    """The digest of all rows includes those of data.val_path."""
     path = file("a.jsonl", *"abcdef")
     first, second = (load(path, val_path=file(f"{n}.jsonl", n)) for n in "xy")
     assert first.sha256 != second.sha256
@@ -80,7 +80,7 @@ def test_hash_of_all_rows_follows_those_to_validate_on(file):
     ],
 )
 def test_validation_row_that_is_trained_on_is_refused(file, row, told):
-    """Both places are named: the loss on it would say nothing."""
+    """Validation loss on a training row means nothing; the error gives both places."""
     path = file("a.jsonl", "a", "b", "c", {"prompt": "d", "response": "r", "group": "g"})
     val = file("v.jsonl", "x", row)
     with pytest.raises(DataError, match=told) as caught:
@@ -90,7 +90,7 @@ def test_validation_row_that_is_trained_on_is_refused(file, row, told):
 
 
 def test_many_leaks_are_counted(file):
-    """Five in full and the number of the rest."""
+    """The message lists five leaks and the number of the rest."""
     letters = "abcdefgh"
     with pytest.raises(Problems, match="3 more such rows") as caught:
         load(file("a.jsonl", *letters), val_path=file("v.jsonl", *letters))
@@ -98,7 +98,7 @@ def test_many_leaks_are_counted(file):
 
 
 def test_problems_of_all_files_come_together(file, tmp_path):
-    """Whoever wrote them mends them in one go."""
+    """Problems of all files are reported together."""
     bad = file("a.jsonl", {"prompt": "p"})
     with pytest.raises(Problems) as caught:
         load([bad, str(tmp_path / "none.jsonl")], val_path=file("v.jsonl", {"response": "r"}))
@@ -110,14 +110,14 @@ def test_problems_of_all_files_come_together(file, tmp_path):
 
 
 def test_absent_file_to_validate_on_is_named_by_its_setting(file, tmp_path):
-    """Not by data.path."""
+    """The error names data.val_path, not data.path."""
     with pytest.raises(DataError) as caught:
         load(file("a.jsonl", *"abc"), val_path=str(tmp_path / "b.jsonl"))
     assert caught.value.where == "data.val_path"
 
 
 def test_columns_left_out_are_in_the_record(file):
-    """With how many rows had them; a file without any says nothing of them."""
+    """The record counts the rows that had each ignored column."""
     from mens_exp.config.data import ColumnsConfig
 
     rows = [{"q": letter, "a": "r", "lang": "en"} for letter in "abcdef"]

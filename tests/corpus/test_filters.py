@@ -21,7 +21,7 @@ def passes(pair, **filters):
 
 @pytest.mark.parametrize(("rating", "passing"), [(None, True), (2, False), (3, True), (5, True)])
 def test_rating_is_a_floor_that_unrated_rows_pass(rating, passing):
-    """What nobody judged is not judged bad."""
+    """The filter is a minimum; rows without a rating pass."""
     assert passes(row(rating=rating), min_rating=3) is passing
 
 
@@ -30,7 +30,7 @@ def test_rating_is_a_floor_that_unrated_rows_pass(rating, passing):
     [(None, False), ("Idiomatic Rust", True), ("unidiomatic", True), ("docs", False), ("", False)],
 )
 def test_category_is_part_of_a_tag_that_every_row_needs(category, passing):
-    """In either case; a row without one fails."""
+    """The match is a case-insensitive substring; rows without a category fail."""
     assert passes(row(category=category), category="IDIOM") is passing
     assert passes(row(category=category), exclude_category="IDIOM") is not passing
 
@@ -45,7 +45,7 @@ def test_category_is_part_of_a_tag_that_every_row_needs(category, passing):
     ],
 )
 def test_length_is_that_of_all_turns(filters, passing):
-    """Four, three, two and one characters; the system prompt does not count."""
+    """Characters of all turns count (here four, three, two and one), without the system prompt."""
     pair = row(prompt="ab", response="c", history=(("defg", "hij"),), system="long " * 9)
     assert passes(pair, **filters) is passing
 
@@ -66,12 +66,12 @@ def test_length_is_that_of_all_turns(filters, passing):
     ],
 )
 def test_language_is_the_rows_own_or_that_of_a_fence_of_an_answer(fields, passing):
-    """The field decides where there is one; a fence in a prompt is not what is learned."""
+    """The row's field decides; otherwise the fence of an answer does, never one of a prompt."""
     assert passes(row(**fields), language="rust") is passing
 
 
 def test_row_counts_for_the_first_filter_that_it_fails():
-    """The counts add up to the rows that are gone; those that are left keep their order."""
+    """Each row counts for one filter, and the remaining rows keep their order."""
     pairs = [row(rating=1), row(rating=5, category="b"), row(category="a"), row(rating=1)]
     kept, refused = filtered(pairs, FilterConfig(min_rating=3, category="a"))
     assert kept == [pairs[2]]
@@ -79,13 +79,13 @@ def test_row_counts_for_the_first_filter_that_it_fails():
 
 
 def test_no_filter_takes_every_row():
-    """Nothing is left out that nobody asked to."""
+    """Without filters every row passes."""
     assert filtered([row(), row()], FilterConfig()) == ([row(), row()], {})
 
 
 @pytest.fixture
 def load(tmp_path):
-    """Read ten rows, rated 1 to 5 and 1 to 5, and two more to validate on where asked to."""
+    """Load ten rows rated 1 to 5 twice, and two validation rows if asked."""
 
     def loaded(*, count=10, val=False, **filters):
         path, other = tmp_path / "rows.jsonl", tmp_path / "val.jsonl"
@@ -106,7 +106,7 @@ def load(tmp_path):
 
 
 def test_counts_of_filters_are_recorded(load):
-    """With the rows before; a filter that refused none is there with a zero."""
+    """A filter that removed nothing is recorded with zero."""
     rows = load(min_rating=3, max_chars=99)
     assert len(rows.train) + len(rows.val) + len(rows.heldout) == 6
     assert rows.record()["filtered"] == {
@@ -118,7 +118,7 @@ def test_counts_of_filters_are_recorded(load):
 
 
 def test_filters_move_no_row_to_another_side(load):
-    """They come before the split, which goes by group alone where there are enough."""
+    """Filters run before the split, which depends only on groups if there are enough."""
     every, some = load(count=200), load(count=200, min_rating=2)
     assert set(some.val) <= set(every.val)
     assert set(some.train) <= set(every.train)
@@ -126,7 +126,7 @@ def test_filters_move_no_row_to_another_side(load):
 
 
 def test_rows_to_validate_on_are_filtered_alike(load):
-    """Loss is measured on what is trained for."""
+    """Validation rows pass through the same filters."""
     rows = load(val=True, min_rating=3)
     assert [pair.prompt for pair in rows.val] == ["v4"]
     assert rows.record()["filtered"]["rows"] == 12
@@ -134,7 +134,7 @@ def test_rows_to_validate_on_are_filtered_alike(load):
 
 @pytest.mark.parametrize("val", [False, True])
 def test_filters_that_leave_nothing_are_refused(load, val):
-    """With what each of them refused."""
+    """The error gives the count of each filter."""
     with pytest.raises(DataError, match="no row passes the filters") as caught:
         load(val=val, min_rating=5, max_chars=2)
     assert caught.value.where == "data.filter"
@@ -142,13 +142,13 @@ def test_filters_that_leave_nothing_are_refused(load, val):
 
 
 def test_rows_to_validate_on_that_no_filter_leaves_are_refused(load):
-    """Though there would be rows to train on."""
+    """This is an error even if training rows remain."""
     with pytest.raises(DataError, match="2 rows: min_rating refused 2"):
         load(val=True, min_rating=5)
 
 
 def test_filters_work_on_every_source(tmp_path, monkeypatch):
-    """The standard library's rows have a category of their own."""
+    """Generated and extracted rows have categories too."""
     from mens_exp.corpus import stdlib
 
     for name in "abcdefgh":
@@ -162,7 +162,7 @@ def test_filters_work_on_every_source(tmp_path, monkeypatch):
 
 
 def test_filters_that_contradict_are_refused(tiny_config):
-    """Before a row is read."""
+    """Contradicting filters are refused before any row is read."""
     from mens_exp.config.validate import problems_of
 
     (problem,) = problems_of(tiny_config("data.filter.min_chars=9", "data.filter.max_chars=8"))

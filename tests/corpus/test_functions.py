@@ -18,7 +18,7 @@ def extracted(text):
 
 
 def test_function_makes_a_pair_of_signature_docstring_and_source():
-    """The whole pair, as it is trained on."""
+    """The expected pair is written out in full."""
     pairs, dropped = extracted('''
         @cache
         def fill(text, width=70):
@@ -49,7 +49,7 @@ def test_function_makes_a_pair_of_signature_docstring_and_source():
 
 
 def test_method_prompt_names_its_class():
-    """A class within a class is named by both."""
+    """A nested class is named by its full path."""
     pairs, _ = extracted('''
         class A:
             class B:
@@ -65,7 +65,7 @@ def test_method_prompt_names_its_class():
 
 
 def test_functions_come_in_the_order_of_the_file():
-    """Also those under an `if`, a `try` and a `match`."""
+    """Functions under `if`, `try` and `match` are included."""
     body = '"""d"""\n{0}    a = 1\n{0}    return a'
     text = (
         f"def one():\n    {body.format('')}\n"
@@ -85,7 +85,7 @@ def test_functions_come_in_the_order_of_the_file():
 
 
 def test_function_within_a_function_makes_no_pair_of_its_own():
-    """It is part of the outer one's response."""
+    """It is part of the outer function's response."""
     pairs, dropped = extracted('''
         def outer():
             """d"""
@@ -124,7 +124,7 @@ def test_function_within_a_function_makes_no_pair_of_its_own():
     ],
 )
 def test_unfit_function_is_dropped_and_counted(text, reason):
-    """One reason each."""
+    """Each function has one reason."""
     assert extracted(text) == ([], {reason: 1})
 
 
@@ -138,13 +138,13 @@ def test_unfit_function_is_dropped_and_counted(text, reason):
     ],
 )
 def test_function_just_fit_is_taken(text):
-    """Two lines, another error, a stub with a statement, a name that only ends in test."""
+    """Boundary cases: two lines, another error, a stub with a statement, a name ending in test."""
     pairs, dropped = extracted(text)
     assert (len(pairs), dropped) == (1, {})
 
 
 def test_response_at_the_limit_is_taken():
-    """4,000 characters are allowed, 4,001 are not."""
+    """4,000 characters are accepted, 4,001 are not."""
     code = "def f():\n{}    a = 1\n    return '{}'"
     fill = 4_000 - len(code.format("", ""))
     assert len(extracted(code.format("    'd'\n", "x" * fill))[0]) == 1

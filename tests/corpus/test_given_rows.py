@@ -1,4 +1,4 @@
-"""Rows of a class that an option of ``./conf/data`` names."""
+"""Rows from a class that an option in ``./conf/data`` names."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def function(upto): ...
 
 @pytest.fixture
 def option(tmp_path, monkeypatch):
-    """Return a function that writes the option, composes it with overrides, and types it."""
+    """Return a function that writes an option, composes it with overrides and types the result."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     module = f"own_{tmp_path.name}"
@@ -98,7 +98,7 @@ def said(config):
 
 
 def test_its_rows_are_those_of_the_class_with_the_options_settings(option, tmp_path):
-    """Split by group, hashed as rows of a file, with their places."""
+    """Rows are split by group and hashed as those of a file, with their places."""
     found = rows(typed(option("Squares", "data.upto=30").values), tmp_path)
     sides = [found.train, found.val, found.heldout]
     lines = [
@@ -113,7 +113,7 @@ def test_its_rows_are_those_of_the_class_with_the_options_settings(option, tmp_p
 
 
 def test_rows_to_validate_on_are_those_that_it_names(option, tmp_path):
-    """All of them, and no others; each role is in the record."""
+    """Validation rows are exactly those that the class names; each role is recorded."""
     found = rows(typed(option("Apart").values), tmp_path)
     assert [pair.prompt for pair in found.val] == ["1000 squared?"]
     assert len(found.train) + len(found.heldout) == 40
@@ -125,7 +125,7 @@ def test_rows_to_validate_on_are_those_that_it_names(option, tmp_path):
 
 
 def test_a_share_to_validate_on_has_no_effect_beside_rows_of_its_own(option):
-    """Refused where it is typed, like that of a file beside data.val_path."""
+    """The setting is refused, as it is with data.val_path."""
     option("Apart")
     (problem,) = check(["data=squares", "data.val_frac=0.2", "model=tiny_llama"]).problems
     assert "data.val_frac" in str(problem)
@@ -135,7 +135,7 @@ def test_a_share_to_validate_on_has_no_effect_beside_rows_of_its_own(option):
 
 
 def test_the_contract_has_the_rows_and_the_record_the_class(option):
-    """Other rows are another contract; the same rows, read again, the same one."""
+    """Other rows change the contract; the same rows read again do not."""
     one, same, other = (
         typed(option("Squares", *more, settings="upto: 40\noffset: 0\n").values)
         for more in ((), (), ("data.offset=1",))
@@ -149,7 +149,7 @@ def test_the_contract_has_the_rows_and_the_record_the_class(option):
 
 
 def test_bad_rows_are_quarantined_on_request(option, tmp_path):
-    """With their place and reason; the others are read."""
+    """Bad rows are quarantined with place and reason, and the others are read."""
     given = typed(option("Wrong", "data.on_bad_row=quarantine", "data.max_bad_frac=0.1").values)
     found = rows(given, tmp_path)
     assert [bad.line for bad in found.bad] == [41, 42, 43]
@@ -174,7 +174,7 @@ def test_bad_rows_are_quarantined_on_request(option, tmp_path):
     ],
 )
 def test_a_class_that_gives_no_usable_rows_is_refused(option, name, expected):
-    """Before a run begins, each with what was found."""
+    """Each error comes before the run begins and says what was found."""
     text = said(typed(option(name).values))
     assert all(words in text for words in expected), text
 
@@ -191,7 +191,7 @@ def test_a_class_that_gives_no_usable_rows_is_refused(option, name, expected):
     ],
 )
 def test_settings_are_checked_like_ours(option, settings, override, expected):
-    """Against the option's keys and the class's arguments."""
+    """Unknown keys and wrong types are checked against the option and the class's arguments."""
     settings = "" if settings == "{}" else settings
     if override is None:
         assert expected in said(typed(option("Squares", settings=settings).values))
@@ -202,7 +202,7 @@ def test_settings_are_checked_like_ours(option, settings, override, expected):
 
 
 def test_a_stored_configuration_may_name_it_only_where_conf_does(option, tmp_path):
-    """The option vouches for it; torch's and Lightning's classes give no rows."""
+    """The option in ./conf permits the class; other classes, as torch.nn.Linear, are refused."""
     stored = tmp_path / "config.yaml"
     stored.write_text(to_yaml(option("Squares").values), "utf-8")
     assert typed(from_yaml(stored)).data.upto == 40
@@ -216,7 +216,7 @@ def test_a_stored_configuration_may_name_it_only_where_conf_does(option, tmp_pat
 
 
 def test_a_mix_takes_no_option_of_conf(option):
-    """Its class would stand in no file that another run could vouch for."""
+    """No stored file could permit its class for another run."""
     option("Squares")
     entries = "[{source:squares,weight:1},{source:stdlib,weight:1}]"
     (problem, *_) = check(["data=mix", f"data.sources={entries}", "model=tiny_llama"]).problems
@@ -224,7 +224,7 @@ def test_a_mix_takes_no_option_of_conf(option):
 
 
 def test_it_is_planned_without_torch(option, tmp_path):
-    """The class is imported, and nothing heavy with it."""
+    """Planning imports the class without importing torch."""
     option("Squares")
     words = ["task=plan", "data=squares", "model=tiny_llama", "logger=none", "hydra.run.dir=plan"]
     code = (

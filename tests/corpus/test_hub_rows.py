@@ -51,7 +51,7 @@ def chat(prompts):
 
 @pytest.fixture
 def repository(hub, tmp_path, monkeypatch):
-    """A dataset of two subsets on the hub; both caches are empty folders."""
+    """Serve a hub dataset with two subsets; both caches start empty."""
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
@@ -84,7 +84,7 @@ def refusal(tmp_path, **values):
 
 
 def test_rows_of_a_split_are_read_and_recorded(repository, tmp_path):
-    """The record has the commit, a row its split and number."""
+    """The record has the commit; a row's place is its split and number."""
     rows = load(tmp_path)
     assert prompts(rows, "train", "val", "heldout") == "abcdefgh"
     assert {pair.place for pair in rows.train} <= {f"{NAME}/code/train:{n}" for n in range(1, 9)}
@@ -100,7 +100,7 @@ def test_rows_of_a_split_are_read_and_recorded(repository, tmp_path):
 
 @pytest.mark.usefixtures("repository")
 def test_split_may_validate(tmp_path):
-    """Then no other row does."""
+    """With a validation split no row of the training split is used for validation."""
     rows = load(tmp_path, val_split="test")
     assert (prompts(rows, "val"), prompts(rows, "train", "heldout")) == ("xy", "abcdefgh")
     assert [file.role for file in rows.files] == ["rows", "validation"]
@@ -108,7 +108,7 @@ def test_split_may_validate(tmp_path):
 
 @pytest.mark.usefixtures("repository")
 def test_parts_and_sums_of_splits_are_read(tmp_path):
-    """As `datasets` writes it."""
+    """The syntax is that of `datasets`: slices and sums."""
     assert prompts(load(tmp_path, split="train[:5]"), "train", "val", "heldout") == "abcde"
     every = load(tmp_path, split="all")
     assert prompts(every, "train", "val", "heldout") == "abcdefghxy"
@@ -117,14 +117,14 @@ def test_parts_and_sums_of_splits_are_read(tmp_path):
 
 @pytest.mark.usefixtures("repository")
 def test_subset_of_another_format_is_read(tmp_path):
-    """Lists of turns, as chat datasets have them."""
+    """The subset has lists of turns, as chat datasets do."""
     rows = load(tmp_path, subset="chat")
     assert prompts(rows, "train", "val", "heldout") == "klmnop"
     assert rows.files[0].form == "messages"
 
 
 def test_bad_rows_are_refused_with_split_and_number(repository, tmp_path):
-    """Those of both splits together."""
+    """Bad rows of both splits are reported together."""
     repository.commit(
         {
             "README.md": CARD.encode(),
@@ -142,7 +142,7 @@ def test_bad_rows_are_refused_with_split_and_number(repository, tmp_path):
 
 
 def test_columns_are_named(repository, tmp_path):
-    """And those that are left out are counted."""
+    """Columns that are not named are counted."""
     columns = ColumnsConfig(prompt="prompt", response="response")
     repository.commit({"train.parquet": table("abcdef", id=[1] * 6)})
     rows = load(tmp_path, subset=None, columns=columns)
@@ -164,14 +164,14 @@ def test_columns_are_named(repository, tmp_path):
 )
 @pytest.mark.usefixtures("repository")
 def test_name_that_is_not_there_is_refused_with_the_nearest(tmp_path, values, where, told):
-    """By the setting that has it."""
+    """The error names the setting and the nearest existing name."""
     problem = refusal(tmp_path, **values)
     assert (problem.where, problem.exit_code) == (where, 2)
     assert told in str(problem)
 
 
 def test_a_directory_is_told_to_be_read_as_files(tmp_path, monkeypatch):
-    """`load_dataset` takes one too; here its tables are files of rows, wherever they are."""
+    """`load_dataset` reads directories too; here their tables are read by data=jsonl."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "cats" / "data"
     folder.mkdir(parents=True)
@@ -184,7 +184,7 @@ def test_a_directory_is_told_to_be_read_as_files(tmp_path, monkeypatch):
 
 
 def test_gated_dataset_names_its_page_and_the_login(repository, tmp_path):
-    """The page of a dataset is not that of a model."""
+    """A dataset's page has another address than a model's."""
     repository.gated = True
     problem = refusal(tmp_path)
     assert isinstance(problem, DataError)
@@ -193,7 +193,7 @@ def test_gated_dataset_names_its_page_and_the_login(repository, tmp_path):
 
 @pytest.mark.usefixtures("repository")
 def test_cached_dataset_needs_no_network(hub, tmp_path, monkeypatch):
-    """The same commit gives the same rows."""
+    """The same commit gives the same rows offline."""
     rows = load(tmp_path)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     hub_snapshot.forget()
@@ -204,7 +204,7 @@ def test_cached_dataset_needs_no_network(hub, tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("repository")
 def test_dataset_that_is_not_cached_needs_a_network(tmp_path, monkeypatch):
-    """The environment lacks it, and the command that would fetch it is told."""
+    """The environment error gives the command that fetches the dataset."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     problem = refusal(tmp_path)
     assert isinstance(problem, SetupError)
@@ -213,7 +213,7 @@ def test_dataset_that_is_not_cached_needs_a_network(tmp_path, monkeypatch):
 
 
 def test_branch_is_put_down_as_its_commit(repository, tmp_path):
-    """A branch that moves on changes nothing for who names the commit."""
+    """A moving branch does not affect a run that names the commit."""
     first = pinned(HubData(id=NAME))
     assert first == repository.refs["main"]
     repository.commit({"train.parquet": table("stuvwx")})
@@ -224,7 +224,7 @@ def test_branch_is_put_down_as_its_commit(repository, tmp_path):
 
 @pytest.mark.usefixtures("repository")
 def test_without_datasets_the_extra_is_named(tmp_path, monkeypatch):
-    """Before anything is fetched."""
+    """The error comes before anything is fetched."""
     monkeypatch.setitem(sys.modules, "datasets", None)
     problem = refusal(tmp_path)
     assert isinstance(problem, MissingExtra)
@@ -232,7 +232,7 @@ def test_without_datasets_the_extra_is_named(tmp_path, monkeypatch):
 
 
 def test_split_to_train_on_may_not_validate(tiny_config):
-    """Its rows would be on both sides."""
+    """The same rows would be on both sides."""
     from mens_exp.config.rules.data import data_problems
 
     config = tiny_config("data=hub", f"data.id={NAME}")
@@ -243,7 +243,7 @@ def test_split_to_train_on_may_not_validate(tiny_config):
 
 
 def test_command_puts_branches_down_as_commits(repository, tiny_config):
-    """Of the dataset, and of every source of a mix; what is not there is left for preflight."""
+    """This holds for data=hub and for sources of a mix; unknown names are left to preflight."""
     from omegaconf import OmegaConf
 
     from mens_exp.tasks.resolve_references import pin_rows
@@ -268,7 +268,7 @@ def test_command_puts_branches_down_as_commits(repository, tiny_config):
 
 @pytest.fixture
 def streaming(hub, repository, monkeypatch):
-    """The same dataset, asked for by what streams it."""
+    """Return the same dataset as read by streaming."""
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub.url)
@@ -282,7 +282,7 @@ def stream_of(**values):
 
 
 def test_a_split_is_streamed_by_windows(streaming):
-    """Eight rows by three, of a Parquet file that is never stored; then from the first again."""
+    """Eight rows in windows of three, from a Parquet file that is never stored, then again."""
     stream = stream_of()
     seen = []
     for _ in range(4):
@@ -296,7 +296,7 @@ def test_a_split_is_streamed_by_windows(streaming):
 @pytest.mark.usefixtures("streaming")
 @pytest.mark.parametrize("taken", [0, 1, 2, 3, 4])
 def test_a_streamed_split_goes_on_from_a_saved_place(taken):
-    """Inside its file, and over its end."""
+    """The saved place may be inside a file or at the end of an epoch."""
     through = stream_of()
     windows = [through.next_window() for _ in range(6)]
     stream = stream_of()
@@ -311,7 +311,7 @@ def test_a_streamed_split_goes_on_from_a_saved_place(taken):
 
 @pytest.mark.usefixtures("streaming")
 def test_a_streamed_split_has_the_rows_of_one_that_is_fetched(tmp_path):
-    """All of them in the buffer, and another split to validate on; the record has the commit."""
+    """With all rows in the buffer and a validation split, rows and commit are the same."""
     whole = load(tmp_path, val_split="test")
     rows = load(tmp_path, val_split="test", streaming=True, shuffle_buffer=8)
     assert (rows.train, rows.val, rows.heldout) == (whole.train, whole.val, whole.heldout)
@@ -320,7 +320,7 @@ def test_a_streamed_split_has_the_rows_of_one_that_is_fetched(tmp_path):
 
 @pytest.mark.usefixtures("streaming")
 def test_a_split_that_cannot_be_streamed_is_refused(tmp_path):
-    """The message has what `datasets` says, and what to do."""
+    """The message has the error of `datasets` and a remedy."""
     told = str(refusal(tmp_path, split="trian", streaming=True))
     assert "data.split=trian: datasets cannot stream this split" in told
     assert "train" in told
@@ -335,7 +335,7 @@ def test_a_split_that_cannot_be_streamed_is_refused(tmp_path):
     ],
 )
 def test_a_stream_that_breaks_off_is_told(error, kind, told):
-    """It answered when the run began; this is no bug of ours."""
+    """A connection lost during the run is an environment error, not a bug."""
 
     def breaking():
         yield {"prompt": "a", "rating": None}

@@ -14,7 +14,7 @@ PAIRS = [
 
 
 def test_rows_come_back_with_what_they_are(tmp_path):
-    """Line separators of Unicode inside a row end no line."""
+    """Rows round-trip; Unicode line separators inside a row do not end a line."""
     path = tmp_path / "cache" / "rows.jsonl"
     store_rows(path, HEADER, PAIRS)
     found = load_stored_rows(path, "c" * 64)
@@ -25,7 +25,7 @@ def test_rows_come_back_with_what_they_are(tmp_path):
 
 
 def test_no_file_or_one_of_other_content_gives_nothing(tmp_path):
-    """The header names what the rows were made of."""
+    """The header says what the rows were made from; if that differs, they are not used."""
     path = tmp_path / "rows.jsonl"
     assert load_stored_rows(path, "c" * 64) is None
     store_rows(path, HEADER, PAIRS)
@@ -45,7 +45,7 @@ def test_no_file_or_one_of_other_content_gives_nothing(tmp_path):
     ids=["cut", "changed row", "empty", "no header", "not UTF-8", "no hash"],
 )
 def test_damaged_file_gives_nothing(tmp_path, damage):
-    """Whoever asked makes the rows anew."""
+    """The rows are then made again."""
     path = tmp_path / "rows.jsonl"
     store_rows(path, HEADER, PAIRS)
     path.write_bytes(damage(path.read_bytes()))
@@ -53,7 +53,7 @@ def test_damaged_file_gives_nothing(tmp_path, damage):
 
 
 def test_cache_that_cannot_be_written_is_refused(tmp_path):
-    """A file stands where its directory should be."""
+    """The cache directory's path is a file."""
     (tmp_path / "cache").write_text("")
     with pytest.raises(SetupError, match="the cache cannot be written") as caught:
         store_rows(tmp_path / "cache" / "rows.jsonl", HEADER, PAIRS)

@@ -10,7 +10,7 @@ from mens_exp.errors import MissingExtra
 
 
 def test_default_bands_are_21_of_6():
-    """At 0.8: 0.8**6 = 0.262144, and 0.737856**21 = 0.00169 miss; 18 of 7 would miss 1.4 %."""
+    """At 0.8: 0.8**6 = 0.262144, and 0.737856**21 = 0.00169 are missed; 18 of 7 miss 1.4 %."""
     bands = bands_for(0.8, 128)
     assert bands == Bands(bands=21, rows=6)
     assert bands.missed(0.8) == pytest.approx(0.001688, abs=1e-6)
@@ -19,7 +19,7 @@ def test_default_bands_are_21_of_6():
 
 @pytest.mark.parametrize("threshold", [0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0])
 def test_bands_are_the_widest_that_miss_little(threshold):
-    """One row more a band would miss over half a percent, or does not fit."""
+    """With one more row per band over 0.5 % would be missed, or the bands would not fit."""
     bands = bands_for(threshold, 128)
     assert bands.bands * bands.rows <= 128
     assert bands.missed(threshold) <= MOST_MISSED
@@ -28,14 +28,14 @@ def test_bands_are_the_widest_that_miss_little(threshold):
 
 
 def test_too_few_permutations_leave_bands_of_one_row():
-    """The best there is, and what it misses is told: half to the 2nd."""
+    """Single rows are then the best choice; with two permutations 0.5**2 is missed."""
     bands = bands_for(0.5, 2)
     assert bands == Bands(bands=2, rows=1)
     assert bands.missed(0.5) == 0.25
 
 
 def test_signatures_agree_as_often_as_the_sets_do():
-    """300 of 500 values common: 0.6, to four standard errors of 1,024 permutations (0.061)."""
+    """300 of 500 values shared: 0.6 within four standard errors of 1,024 permutations (0.061)."""
     rng = np.random.default_rng(0)
     values = np.unique(rng.integers(0, 2**32, 500, dtype=np.uint32))
     signer = Signer(1024)
@@ -45,7 +45,7 @@ def test_signatures_agree_as_often_as_the_sets_do():
 
 
 def test_keys_are_equal_where_bands_are():
-    """Two signatures that differ at value 4 differ in band 1 alone; value 9 is in none."""
+    """Signatures that differ at value 4 differ only in band 1; value 9 is in no band."""
     one = np.arange(10, dtype=np.uint32)
     other, third = one.copy(), one.copy()
     other[4], third[9] = 99, 99
@@ -56,14 +56,14 @@ def test_keys_are_equal_where_bands_are():
 
 
 def test_order_within_a_band_counts():
-    """A signature is a list."""
+    """A signature is ordered."""
     two = np.array([[1, 2], [2, 1]], np.uint32)
     keys = band_keys(two, Bands(bands=1, rows=2))
     assert keys[0, 0] != keys[0, 1]
 
 
 def test_missing_library_is_named(monkeypatch):
-    """With the extra that has it, and the way without it."""
+    """The error names the extra and the alternative without it."""
     real = builtins.__import__
 
     def without(name, *rest):

@@ -16,7 +16,7 @@ from mens_exp.rows.schema import TrainingPair
 
 
 def corpora(*sizes):
-    """Sources a, b, … of so many rows, each of which is named after its source and number."""
+    """Return sources a, b, … with so many rows, each named after its source and number."""
     return {
         name: [TrainingPair(prompt=f"{name}{n}", response="r") for n in range(size)]
         for name, size in zip("abcdef", sizes, strict=False)
@@ -34,7 +34,7 @@ def by_source(prompts):
 
 
 def test_fractional_weights_are_the_shares_of_a_hundred_thousand_rows():
-    """0.5, 0.3 and 0.2 come out to the row, where half a percent was asked for."""
+    """The shares 0.5, 0.3 and 0.2 are exact to the row; the requirement is half a percent."""
     sizes = (60_000, 30_000, 40_000)
     rows = draw(sizes, (0.5, 0.3, 0.2), stop=MixStop.first_exhausted)
     assert len(rows) == 100_000
@@ -46,7 +46,7 @@ def test_fractional_weights_are_the_shares_of_a_hundred_thousand_rows():
     sizes=st.lists(st.integers(1, 40), min_size=5, max_size=5).map(tuple),
 )
 def test_no_count_is_more_than_a_row_per_source_off_its_share(weights, sizes):
-    """After any number of rows; a fractional weight is not rounded up."""
+    """This holds after any number of rows."""
     rows = draw(sizes[: len(weights)], weights, stop=MixStop.first_exhausted)
     counts = Counter()
     for total, prompt in enumerate(rows, start=1):
@@ -56,26 +56,26 @@ def test_no_count_is_more_than_a_row_per_source_off_its_share(weights, sizes):
 
 
 def test_only_the_ratios_of_weights_count():
-    """Two to one is two thirds to one third."""
+    """Weights of 2 and 1 are shares of 2/3 and 1/3."""
     assert draw((9, 9), (2, 1)) == draw((9, 9), (0.5, 0.25))
 
 
 def test_all_exhausted_goes_through_every_source():
-    """Ten rows at a fifth make fifty; the other ten are repeated in whole passes."""
+    """Ten rows at 1/5 make fifty; the other ten are repeated in whole passes."""
     rows = draw((10, 10), (0.2, 0.8))
     assert by_source(rows) == {"a": 10, "b": 40}
     assert set(Counter(rows).values()) == {1, 4}
 
 
 def test_first_exhausted_repeats_no_row():
-    """It ends where a source that is due has none left."""
+    """The mix ends when a source that is due is exhausted."""
     rows = draw((10, 10), (0.2, 0.8), stop=MixStop.first_exhausted)
     assert by_source(rows) == {"a": 2, "b": 10}
     assert len(set(rows)) == len(rows)
 
 
 def test_budget_ends_at_so_many_tokens():
-    """With the row that reaches it."""
+    """The row that reaches the budget is included."""
     token = estimated_tokens(TrainingPair(prompt="a0", response="r"))
     assert token == pytest.approx(40 + 3 / 3.4)
     rows = draw((5, 5), (1, 1), stop=MixStop.budget, budget_tokens=int(20 * token))
@@ -91,13 +91,13 @@ def test_seed_decides_which_rows_and_not_how_many():
 
 
 def test_every_pass_has_an_order_of_its_own():
-    """And is whole."""
+    """Each pass is complete and shuffled differently."""
     rows = [row for row in draw((20, 1), (20, 0.5)) if row[0] == "a"]
     assert (len(rows), set(rows[:20]), rows[:20] != rows[20:]) == (40, set(rows[20:]), True)
 
 
 def test_shares_are_recorded():
-    """As asked for and as they came out, with how often each source was gone through."""
+    """Recorded are requested and actual shares and the passes over each source."""
     _, record = mixed(corpora(10, 10), {"a": 1, "b": 4}, MixData(sources=[]))
     assert record["b"] == {
         "weight": 4,
@@ -110,20 +110,20 @@ def test_shares_are_recorded():
 
 
 def test_source_without_rows_is_refused():
-    """Its share could not be had."""
+    """Its share could not be met."""
     with pytest.raises(DataError, match="has no row to train on · found b"):
         draw((3, 0), (1, 1))
 
 
 def test_source_that_would_be_repeated_without_end_is_refused():
-    """A weight a thousand times too small would fill the memory with the other's rows."""
+    """A weight that is 1,000 times too small would fill the memory with other rows."""
     with pytest.raises(DataError, match="repeated over 100 times · found b"):
         draw((10, 10), (0.001, 1))
 
 
 @pytest.fixture
 def file(tmp_path):
-    """Write rows, each a prompt or whole, into a file of the given name; return its path."""
+    """Write rows, each a prompt or a dict, to a file of this name; return its path."""
 
     def written(name, *rows):
         path = tmp_path / name
@@ -148,7 +148,7 @@ def numbered(name, count):
 def test_training_rows_are_mixed_and_the_others_left_as_they_are(
     file,
 ):
-    """Validation and held-out rows are there once, whatever the weights."""
+    """Validation and held-out rows occur once, whatever the weights."""
     a, b = file("a.jsonl", *numbered("a", 200)), file("b.jsonl", *numbered("b", 50))
     rows = load({"path": a, "weight": 1}, {"path": b, "weight": 3})
     counts = by_source([pair.prompt for pair in rows.train])
@@ -163,7 +163,7 @@ def test_training_rows_are_mixed_and_the_others_left_as_they_are(
 
 
 def test_prompt_of_two_sources_is_on_one_side(file):
-    """The split is one for all sources."""
+    """All sources are split together."""
     same = [f"p{n}" for n in range(100)]
     other = [{"prompt": prompt, "response": "another"} for prompt in same]
     a, b = file("a.jsonl", *same), file("b.jsonl", *other)
@@ -173,7 +173,7 @@ def test_prompt_of_two_sources_is_on_one_side(file):
 
 
 def test_preferred_rows_of_one_file_come_two_to_one(file):
-    """As SigilDERG's second phase has idiomatic code: by the rows' own categories."""
+    """Rows are selected by category within one file, as in SigilDERG's second phase."""
     rows = [
         {"prompt": f"p{n}", "response": "r", "category": "idiomatic" if n % 4 else "plain"}
         for n in range(200)
@@ -190,7 +190,7 @@ def test_preferred_rows_of_one_file_come_two_to_one(file):
 
 
 def test_every_source_is_read_in_its_own_way(file):
-    """Format and columns are the entry's."""
+    """Each entry has its own format and columns."""
     a = file("a.jsonl", *numbered("a", 9))
     b = file("b.jsonl", *({"q": f"b{n}", "a": "r"} for n in range(9)))
     rows = load(
@@ -201,7 +201,7 @@ def test_every_source_is_read_in_its_own_way(file):
 
 
 def test_filter_and_quarantine_of_the_mix_are_for_all_sources(file):
-    """Counted together."""
+    """Counts are over all sources."""
     a = file("a.jsonl", *numbered("a", 9), {"prompt": "p"})
     b = file("b.jsonl", *numbered("b", 8), "long enough", {"prompt": ""})
     rows = load(
@@ -217,7 +217,7 @@ def test_filter_and_quarantine_of_the_mix_are_for_all_sources(file):
 
 
 def test_problems_of_all_sources_come_together(file):
-    """Rows of one, the filter of another and the file of a third."""
+    """A bad row, a bad filter and a missing file of three sources are reported together."""
     a, b = file("a.jsonl", {"prompt": "p"}), file("b.jsonl", "b")
     with pytest.raises(Problems) as caught:
         load(

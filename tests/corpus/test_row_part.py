@@ -41,7 +41,7 @@ def part_of(train, **sides):
 
 
 def test_groups_and_rows_on_two_sides_are_counted():
-    """By their own names, whatever the split went by."""
+    """Groups count by their own names, whatever the split used."""
     train = [pair("1", group="a.py"), pair("2", group="b.py"), pair("3")]
     found = part_of(train, val=[pair("4", group="b.py")], heldout=[pair("3"), pair("5")])
     assert found["groups_on_two_sides"] == ["b.py"]
@@ -51,7 +51,7 @@ def test_groups_and_rows_on_two_sides_are_counted():
 def test_training_rows_are_held_against_some_of_many_held_out_rows(
     monkeypatch,
 ):
-    """As many as memory has room for, and the record says how many."""
+    """As many held-out rows as fit the memory are compared, and the record gives the number."""
     everyone = rows([pair(f"t{n}", WORDS) for n in range(3)], heldout=[pair("h", WORDS)] * 5)
     whole = heldout_part(everyone)
     monkeypatch.setattr("mens_exp.corpus.data_contract.MOST_ITEMS", 2)
@@ -65,7 +65,7 @@ def test_training_rows_are_held_against_some_of_many_held_out_rows(
 
 
 def test_conversations_that_repeat_an_answer_are_counted():
-    """Up to white space; rows of one exchange are no conversations."""
+    """White space is normalized; rows with a single exchange do not count."""
     train = [
         pair("1", "Yes."),
         pair("2", "Yes.\n", history=(("1", " Yes."),)),
@@ -76,10 +76,10 @@ def test_conversations_that_repeat_an_answer_are_counted():
 
 
 def test_prompts_are_those_of_evaluation_in_every_kind_of_document():
-    """Conversations, long documents and rows with nothing to learn do not count as otherwise."""
+    """Conversations, truncated documents and unsupervised rows do not count as different."""
     train = [
-        pair("x" * 500),  # nothing of its answer is within the limit
-        pair("1", "y" * 500),  # cut: not compared
+        pair("x" * 500),  # its answer lies beyond the limit
+        pair("1", "y" * 500),  # truncated: not compared
         pair("2"),
         pair("b", "two", history=(("a", "one"),)),
     ]
@@ -88,7 +88,7 @@ def test_prompts_are_those_of_evaluation_in_every_kind_of_document():
 
 
 def test_plain_texts_are_not_held_against_prompts():
-    """Nothing is asked before one, in one document or several; conversations are still checked."""
+    """Plain text has no prompt, in one document or several; conversations are still checked."""
     train = [pair("", "a text"), pair("1"), pair("", "z" * 500), pair("2")]
     found = part_of(train)
     assert (found["prompts_checked"], found["prompts_otherwise"]) == (2, 0)
@@ -99,7 +99,7 @@ def test_plain_texts_are_not_held_against_prompts():
 
 
 def test_documents_of_another_template_are_told():
-    """The learned part follows other ids than evaluation gives."""
+    """The supervised part follows other token ids than evaluation uses."""
     train = [pair("1"), pair("2")]
     documents = encode(train, VOX, LABELLING)
     other = VoxTokenizer(chat_template="{% for m in messages %}{{ m['content'] }}{% endfor %}")
@@ -108,7 +108,7 @@ def test_documents_of_another_template_are_told():
 
 
 def test_a_mix_is_held_against_its_exact_shares():
-    """Of ten rows, 0.7 and 0.3 are seven and three."""
+    """By hand: of ten rows, 0.7 and 0.3 are seven and three."""
     sources = {"a": {"weight": 0.7, "rows": 5}, "b": {"weight": 0.3, "rows": 5}}
     found = part_of([pair("1")], taken={"mixed": {"rows": 10, "sources": sources}})
     assert found["mix_off"] == 2
@@ -116,7 +116,7 @@ def test_a_mix_is_held_against_its_exact_shares():
 
 
 def test_half_of_an_item_in_one_row_is_contained():
-    """Twenty words are eight 13-grams; sixteen of them have four."""
+    """By hand: twenty words have eight 13-grams; sixteen of them have four."""
     row = pair("Say it.", " ".join(WORDS.split()[:16]))
     found = overlap_part([pair("clean"), row, row], [("i", WORDS), ("j", "other")], "items")
     assert (found["items"], found["sharing"], found["contained"]) == (2, 1, 1)
@@ -139,7 +139,7 @@ def key():
 
 
 def test_the_token_part_is_counted_by_hand_and_kept(tmp_path, key, monkeypatch):
-    """Two rows of 10 learned characters and one of 300, cut; the second time nothing is encoded."""
+    """By hand: two rows of 10 supervised characters and one of 300, cut; then from the cache."""
     train = [pair("1", "y" * 10), pair("2", "z" * 10), pair("3", "w" * 300)]
     documents, counts = rows_cache.encoded(tmp_path, key, lambda: encode(train, VOX, LABELLING))
     made = token_part(train, documents, VOX, cache=tmp_path, key=key, counts=counts)
@@ -149,7 +149,7 @@ def test_the_token_part_is_counted_by_hand_and_kept(tmp_path, key, monkeypatch):
     assert part["tokens_by_role"]["user"] == 3
     kept = part["trained_by_role"]["assistant"] - 20
     assert 0 < kept < 200
-    assert part["trained_tokens_lost"] == 300 - kept + 1  # its end marker, too
+    assert part["trained_tokens_lost"] == 300 - kept + 1  # and its end marker
     assert part["trained_tokens_lost_frac"] == pytest.approx((301 - kept) / (22 + 301), abs=1e-6)
     assert (part["ends"], part["ends_trained"], part["end_marker_trained"]) == (2, 2, True)
     assert part["end_marker_trained_frac"] == pytest.approx(2 / 3, abs=1e-6)
@@ -160,7 +160,7 @@ def test_the_token_part_is_counted_by_hand_and_kept(tmp_path, key, monkeypatch):
 
 
 def test_a_token_part_that_is_damaged_or_of_other_documents_is_not_known(tmp_path, key):
-    """It is made again then."""
+    """The token part is then computed again."""
     train = [pair("1")]
     documents, counts = rows_cache.encoded(tmp_path, key, lambda: encode(train, VOX, LABELLING))
     made = token_part(train, documents, VOX, cache=tmp_path, key=key, counts=counts)
@@ -176,14 +176,14 @@ def test_a_token_part_that_is_damaged_or_of_other_documents_is_not_known(tmp_pat
     assert known_token_part(tmp_path, key, counts) is None
     del value["sha256"]
     value["tokens"]["trained_tokens_lost"] -= 1
-    file.write_text(json.dumps(value), "utf-8")  # as earlier versions wrote it
+    file.write_text(json.dumps(value), "utf-8")  # format of earlier versions
     assert known_token_part(tmp_path, key, counts) is None
     again = token_part(train, documents, VOX, cache=tmp_path, key=key, counts=counts)
     assert again == made
 
 
 def test_documents_that_are_not_their_rows_leave_roles_unknown_with_the_reason(tmp_path, key):
-    """What can be told without roles still is."""
+    """Checks that need no roles still run."""
     train = [pair("1", "y" * 300)]
     documents, counts = rows_cache.encoded(tmp_path, key, lambda: encode(train, VOX, LABELLING))
     other = np.append(np.int32(5), documents.ids[1:])

@@ -19,13 +19,13 @@ from mens_exp.corpus.minhash import jaccard, mixed, shingles, tokens
     ids=["code", "accents", "no spaces", "nothing"],
 )
 def test_tokens_are_words_and_single_characters(text, expected):
-    """White space is gone; letters of scripts without spaces stand alone."""
+    """White space is dropped; characters of scripts without spaces are single tokens."""
     assert tokens(text) == expected
 
 
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=40), st.integers(1, 6))
 def test_shingles_are_as_many_as_distinct_runs(words, size):
-    """Counted over Python tuples; a shorter text is one shingle."""
+    """The oracle counts tuples; a text shorter than a shingle is one shingle."""
     runs = {tuple(words[i : i + size]) for i in range(max(1, len(words) - size + 1))}
     found = shingles(" ".join(words), size)
     assert len(found) == len(runs)
@@ -37,7 +37,7 @@ def test_shingles_are_as_many_as_distinct_runs(words, size):
     st.lists(st.sampled_from("abc"), min_size=5, max_size=30),
 )
 def test_jaccard_is_that_of_the_sets_of_runs(one, other):
-    """Held against Python's sets."""
+    """The oracle is Python's sets."""
     first, second = (
         {tuple(words[i : i + 5]) for i in range(len(words) - 4)} for words in (one, other)
     )
@@ -46,23 +46,23 @@ def test_jaccard_is_that_of_the_sets_of_runs(one, other):
 
 
 def test_order_of_words_counts_and_layout_does_not():
-    """Two orders of the same words share no shingle."""
+    """Another order of the same words shares no shingle; white space does not matter."""
     assert jaccard(shingles("a b c", 2), shingles("a\nb   c", 2)) == 1
     assert jaccard(shingles("a b", 2), shingles("b a", 2)) == 0
 
 
 def test_short_text_is_not_the_end_of_a_long_one():
-    """A text of two tokens is a shingle of two, which no text of five has."""
+    """A two-token text is a shingle of two, which a text of five does not have."""
     assert jaccard(shingles("a a", 5), shingles("a a a a a", 5)) == 0
 
 
 def test_shingles_are_the_same_on_every_machine():
-    """Written down: a changed hash would make old and new fingerprints differ."""
+    """Fixed values: a changed hash would invalidate stored fingerprints."""
     assert shingles("def f(a): return a", 5).tolist() == EXPECTED
 
 
 def test_spreading_bits_loses_none():
-    """Bijective, so that unlike values stay unlike; the first value of the reference is 0."""
+    """The function is bijective; its first value is that of the reference implementation."""
     values = np.arange(10_000, dtype=np.uint64)
     assert len(np.unique(mixed(values))) == len(values)
     assert mixed(values)[0] == 0
@@ -70,7 +70,7 @@ def test_spreading_bits_loses_none():
 
 
 def test_lone_surrogates_have_a_hash():
-    """A response may hold one."""
+    """A response may contain a lone surrogate."""
     assert len(shingles("'\ud800'", 5)) == 1
 
 

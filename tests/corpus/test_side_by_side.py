@@ -24,20 +24,20 @@ def refused(piece):
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_results_come_in_the_order_of_the_pieces(processes):
-    """From other processes where there are several."""
+    """Results keep their order, also from several processes."""
     found = list(map_in_order(doubled, pieces(range(1000), 30), processes))
     assert [one for _, piece in found for one in piece] == [2 * n for n in range(1000)]
     assert (os.getpid() in {process for process, _ in found}) == (processes == 1)
 
 
 def test_one_piece_starts_no_process():
-    """A small corpus does not pay for it."""
+    """A single chunk is processed in this process."""
     assert list(map_in_order(doubled, [[1]], 2)) == [(os.getpid(), [2])]
     assert list(map_in_order(doubled, [], 2)) == []
 
 
 def test_few_pieces_are_read_ahead():
-    """With two processes at most four, and the one that is waited for."""
+    """Two processes read at most four chunks ahead of the one awaited."""
     read = 0
 
     def stream():
@@ -52,7 +52,7 @@ def test_few_pieces_are_read_ahead():
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_an_error_is_the_same_from_another_process(processes):
-    """With its place."""
+    """The error keeps its place."""
     with pytest.raises(DataError, match="row 0: is wrong") as caught:
         list(map_in_order(refused, [[0], [1], [2]], processes))
     assert caught.value.where == "row 0"
@@ -63,13 +63,13 @@ def killed(piece):
 
 
 def test_a_process_that_the_system_ends_is_told():
-    """As it does when memory runs out."""
+    """The out-of-memory killer ends processes like this."""
     with pytest.raises(SetupError, match=r"a worker process was killed.*fewer processes"):
         list(map_in_order(killed, [[0], [1], [2]], 2))
 
 
 def test_pieces_are_as_long_as_asked_but_the_last():
-    """Seven by three."""
+    """By hand: seven in chunks of three."""
     assert list(pieces(range(7), 3)) == [[0, 1, 2], [3, 4, 5], [6]]
 
 
@@ -89,7 +89,7 @@ def told(piece):
 
 
 def test_processes_end_with_the_one_that_started_them(tmp_path):
-    """Killed, it can tell nobody; its two processes notice."""
+    """If the parent is killed, its two workers notice and exit."""
     (tmp_path / "main.py").write_text(WAITING)
     here = str(Path(__file__).parent)
     paths = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])

@@ -19,7 +19,7 @@ FUNCTION = 'def {0}(a):\n    """Do {0}."""\n    b = a + "{0}"\n    return b\n'
 
 @pytest.fixture
 def jsonl(tmp_path):
-    """Write rows of ten groups, two rows each, and configure them."""
+    """Write two rows for each of ten groups, and return the configuration."""
 
     def written(groups=10, **values):
         rows = [
@@ -39,7 +39,7 @@ def groups(rows, side):
 
 
 def test_rows_of_a_file_are_split_by_group(jsonl, tmp_path):
-    """All rows, each group on one side, in the file's order."""
+    """Every row is on one side with its group, in the order of the file."""
     rows = load_rows(jsonl(), tmp_path)
     assert (rows.source, len(rows.train) + len(rows.val) + len(rows.heldout)) == ("jsonl", 20)
     sides = [groups(rows, side) for side in Side]
@@ -49,7 +49,7 @@ def test_rows_of_a_file_are_split_by_group(jsonl, tmp_path):
 
 
 def test_file_under_the_home_directory_is_found(jsonl, tmp_path, monkeypatch):
-    """A tilde is the user's home, in a configuration as in a shell."""
+    """A tilde is expanded, as in a shell."""
     jsonl()
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("USERPROFILE", str(tmp_path))
@@ -58,7 +58,7 @@ def test_file_under_the_home_directory_is_found(jsonl, tmp_path, monkeypatch):
 
 
 def test_standard_library_is_extracted_and_cached(tmp_path, monkeypatch):
-    """Its files are the groups; a second call reads the cache."""
+    """Files are the groups; the second call reads the cache."""
     library = tmp_path / "lib"
     library.mkdir()
     for name in "abcdefgh":
@@ -74,7 +74,7 @@ def test_standard_library_is_extracted_and_cached(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_too_few_groups_to_validate_on_are_refused(jsonl, tmp_path, count):
-    """One group can be trained on or validated on, not both; two can serve both."""
+    """One group cannot serve training and validation; two can."""
     if count == 1:
         with pytest.raises(DataError, match="no row is left for val") as caught:
             load_rows(jsonl(count), tmp_path)
@@ -86,7 +86,7 @@ def test_too_few_groups_to_validate_on_are_refused(jsonl, tmp_path, count):
 
 
 def test_faults_of_the_file_are_passed_on(tmp_path):
-    """All of them, by line."""
+    """All errors of the file are reported by line."""
     path = tmp_path / "rows.jsonl"
     path.write_text("{}\n[]\n", "utf-8")
     with pytest.raises(Problems) as caught:
@@ -95,7 +95,7 @@ def test_faults_of_the_file_are_passed_on(tmp_path):
 
 
 def test_hashes_are_those_of_the_rows(jsonl, tmp_path):
-    """Of each side and of all; a changed share moves rows, not what they are."""
+    """Digests are per side and of all rows; a changed share moves rows between sides only."""
     rows = load_rows(jsonl(), tmp_path)
     assert rows.side_sha256(Side.TRAIN) == rows_digest(rows.train)
     assert len({rows.sha256, *(rows.side_sha256(side) for side in Side)}) == 4
@@ -105,7 +105,7 @@ def test_hashes_are_those_of_the_rows(jsonl, tmp_path):
 
 
 def test_cache_key_follows_all_that_shapes_ids(jsonl, tmp_path, tiny_config):
-    """Rows, tokenizer, template, control tokens and labelling; not the seed or the batch."""
+    """The key covers rows, tokenizer, template, control tokens and labels, not seed or batch."""
     sources.write_byte_level_tokenizer(tmp_path)
     tokenizer = HfTokenizer.from_directory(tmp_path)
     rows = load_rows(jsonl(), tmp_path)
@@ -143,13 +143,13 @@ def test_cache_key_follows_all_that_shapes_ids(jsonl, tmp_path, tiny_config):
 
 
 def test_every_source_has_its_own_fields():
-    """Only rows from a file have a path."""
+    """Only file sources have a path."""
     assert isinstance(JsonlData(path="x"), DataConfig)
     assert not hasattr(StdlibData(), "path")
 
 
 def test_kept_rows_are_read_once_and_taken_by_a_reader_that_keeps_none(jsonl, tmp_path):
-    """Changed rows and other settings are read again; outside of the block, nothing is kept."""
+    """Changed rows or settings are read again; outside the context nothing is kept."""
     config = jsonl()
     with rows_read_once():
         first = load_rows(config, tmp_path, keep=True)
@@ -166,7 +166,7 @@ def test_kept_rows_are_read_once_and_taken_by_a_reader_that_keeps_none(jsonl, tm
 
 
 def test_a_mix_of_files_is_read_once_and_one_of_a_missing_file_is_refused(tmp_path):
-    """Its sources are identified by their files."""
+    """The sources of a mix are identified by their files."""
     files = [tmp_path / name for name in ("a.jsonl", "b.jsonl")]
     for file in files:
         rows = [{"prompt": f"{file.name} {n}", "response": "r"} for n in range(20)]

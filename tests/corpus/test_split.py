@@ -39,7 +39,7 @@ def test_side_is_read_off_the_hash(group, share, side):
 
 
 def test_wider_held_out_share_keeps_what_was_held_out():
-    """Held-out groups stay so when the share grows from a tenth to a third."""
+    """Held-out groups stay held out when the share grows from 0.1 to 0.3."""
     names = [f"m{number}.py" for number in range(500)]
     small = {name for name in names if side_of(name, 0.1, 0.1) is Side.HELDOUT}
     large = {name for name in names if side_of(name, 0.1, 0.3) is Side.HELDOUT}
@@ -47,7 +47,7 @@ def test_wider_held_out_share_keeps_what_was_held_out():
 
 
 def test_changing_the_held_out_share_moves_no_validation_group():
-    """The two shares lie at opposite ends of the range."""
+    """The two shares are taken from opposite ends of the range."""
     names = [f"m{number}.py" for number in range(500)]
     before = {name for name in names if side_of(name, 0.2, 0.1) is Side.VAL}
     after = {name for name in names if side_of(name, 0.2, 0.3) is Side.VAL}
@@ -55,7 +55,7 @@ def test_changing_the_held_out_share_moves_no_validation_group():
 
 
 def test_shares_are_about_those_asked_for():
-    """Of 10,000 groups a tenth each: within five standard deviations (30) of 1,000."""
+    """Of 10,000 groups at 0.1 each side has 1,000 within five standard deviations (30 each)."""
     sides = [side_of(f"m{number}.py", 0.1, 0.1) for number in range(10_000)]
     assert abs(sides.count(Side.VAL) - 1_000) < 150
     assert abs(sides.count(Side.HELDOUT) - 1_000) < 150
@@ -63,7 +63,7 @@ def test_shares_are_about_those_asked_for():
 
 @given(names, fractions, fractions, st.randoms(use_true_random=False))
 def test_split_is_a_function_of_the_groups_only(groups, val, heldout, random):
-    """Shuffled rows with other texts fall on the same sides."""
+    """Shuffled rows with other texts are split the same way."""
     pairs = rows(groups)
     shuffled = [
         TrainingPair(prompt="other", response=pair.response, group=pair.group) for pair in pairs
@@ -74,7 +74,7 @@ def test_split_is_a_function_of_the_groups_only(groups, val, heldout, random):
 
 @given(names, fractions, fractions)
 def test_split_loses_no_row_and_divides_no_group(groups, val, heldout):
-    """The sides together are the rows, and no group is on two of them."""
+    """The sides partition the rows, and each group is on one side."""
     pairs = rows(groups)
     sides = split(pairs, val, heldout)
     assert sorted(pair.prompt for side in sides.values() for pair in side) == sorted(
@@ -100,7 +100,7 @@ def test_no_side_is_empty_with_three_groups(groups, val, heldout):
     ],
 )
 def test_train_is_served_first_with_few_groups(count, filled):
-    """One group trains, the second validates, the third is held out."""
+    """The first group is for training, the second for validation, the third is held out."""
     sides = split(rows([f"m{number}.py" for number in range(count)]), 0.05, 0.05)
     assert {side for side, pairs in sides.items() if pairs} == filled
 
@@ -112,7 +112,7 @@ def test_two_groups_fill_the_two_sides_asked_for():
 
 
 def test_side_without_a_share_stays_empty():
-    """A fraction of zero means none."""
+    """A fraction of zero gives an empty side."""
     sides = split(rows([f"m{number}.py" for number in range(100)]), 0.0, 0.0)
     assert [len(sides[side]) for side in Side] == [100, 0, 0]
 
@@ -126,7 +126,7 @@ def test_rows_keep_their_order_within_a_side():
 
 
 def test_row_without_group_goes_with_its_prompt():
-    """Two answers to one question stay together, white space aside."""
+    """Two answers to one prompt stay together; white space does not matter."""
     one = TrainingPair(prompt="Why  so?", response="a")
     two = TrainingPair(prompt="Why so? ", response="b")
     other = TrainingPair(prompt="Why not?", response="a")
@@ -135,7 +135,7 @@ def test_row_without_group_goes_with_its_prompt():
 
 @pytest.mark.parametrize("fraction", [-0.1, 1.0, 2.0, float("nan"), float("inf")])
 def test_share_outside_its_range_is_refused(fraction):
-    """The message has the setting's path, whichever of the two it is."""
+    """The message has the path of the setting."""
     with pytest.raises(ConfigError, match=r"data\.val_frac: not a share"):
         split(rows(["a.py"]), fraction, 0.0)
     with pytest.raises(ConfigError, match=r"data\.heldout_frac: not a share"):
@@ -143,7 +143,7 @@ def test_share_outside_its_range_is_refused(fraction):
 
 
 def test_shares_that_leave_nothing_to_train_on_are_refused():
-    """Half and half is everything."""
+    """Two shares of one half leave nothing."""
     with pytest.raises(ConfigError, match="no rows are left to train on"):
         split(rows(["a.py"]), 0.5, 0.5)
 

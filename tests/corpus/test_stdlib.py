@@ -39,7 +39,7 @@ def cache_file(cache):
 
 
 def test_pairs_come_by_file_and_position(library):
-    """The group is the file, the prompt names the module."""
+    """The group is the file, and the prompt names the module."""
     extraction = extract(library)
     assert [(pair.group, pair.prompt.split("`")[1]) for pair in extraction.pairs] == [
         ("json/__init__.py", "json.dump"),
@@ -68,7 +68,7 @@ def test_pairs_come_by_file_and_position(library):
     ],
 )
 def test_what_is_not_the_library_is_not_read(library, name):
-    """Tests, packages and local files change neither the pairs nor the digest."""
+    """Tests, installed packages and local files change neither the pairs nor the digest."""
     before = extract(library)
     write(library, name, "extra")
     assert extract(library) == before
@@ -76,19 +76,19 @@ def test_what_is_not_the_library_is_not_read(library, name):
 
 
 def test_file_whose_name_only_contains_test_is_read(library):
-    """The directory test is skipped, the module doctest is not."""
+    """The directory `test` is skipped; the module `doctest` is not."""
     write(library, "doctest.py", "extra")
     assert extract(library).files == 4
 
 
 def test_link_to_a_directory_is_not_followed(library):
-    """It could lead in a circle."""
+    """A symbolic link could lead into a cycle."""
     (library / "json" / "again").symlink_to(library, target_is_directory=True)
     assert extract(library).files == 3
 
 
 def test_files_that_cannot_be_read_as_python_are_counted(library):
-    """One that does not parse and one that does not decode stop nothing."""
+    """Files that do not parse or decode are skipped."""
     (library / "bad_syntax.py").write_text("def f(:")
     (library / "bad_bytes.py").write_bytes(b"x = '\xff'")
     extraction = extract(library)
@@ -106,13 +106,13 @@ def test_duplicates_are_dropped_across_files(library):
 
 
 def test_invalid_escape_in_the_library_is_no_warning_to_the_user(library):
-    """Warnings are errors here, and nothing is raised."""
+    """Warnings are errors here, so reading the library must emit none."""
     (library / "escape.py").write_text('def f():\n    """d\\d"""\n    a = "\\w"\n    return a\n')
     assert len(extract(library).pairs) == 5
 
 
 def test_digest_is_the_same_for_the_same_content(library, tmp_path):
-    """Where the library lies does not matter."""
+    """The digest does not depend on the library's path."""
     other = library.rename(tmp_path / "elsewhere")
     first = stdlib_digest(other)
     assert first == stdlib_digest(other.rename(tmp_path / "third"))
@@ -133,14 +133,14 @@ def test_digest_depends_on_names_and_contents(library, change):
 
 @pytest.mark.parametrize("name", ["missing", "empty"])
 def test_library_without_sources_is_refused(tmp_path, name):
-    """Some Pythons carry theirs in a zip archive; the message says what to do instead."""
+    """Some Pythons ship the library as a zip archive; the message suggests another source."""
     (tmp_path / "empty").mkdir()
     with pytest.raises(SetupError, match=r"no standard library in source form.*data=jsonl"):
         extract(tmp_path / name)
 
 
 def test_second_load_reads_the_cache(library, cache, monkeypatch):
-    """It returns the same without extracting."""
+    """The cached pairs equal the extracted ones."""
     first = load(cache, library)
     assert first == extract(library)
     monkeypatch.setattr(stdlib, "extract", None)
@@ -148,13 +148,13 @@ def test_second_load_reads_the_cache(library, cache, monkeypatch):
 
 
 def test_cache_is_named_by_the_content(library, cache):
-    """Twelve digits of the digest, and the version of the extraction."""
+    """The name has twelve digits of the digest and the version of the extraction."""
     load(cache, library)
     assert cache_file(cache).name == f"stdlib-{stdlib_digest(library)[:12]}-v1.jsonl"
 
 
 def test_changed_library_is_extracted_anew(library, cache):
-    """The older cache stays, for whoever goes back."""
+    """The old cache stays."""
     load(cache, library)
     write(library, "new.py", "new")
     assert len(load(cache, library).pairs) == 5
@@ -175,7 +175,7 @@ def test_changed_library_is_extracted_anew(library, cache):
     ],
 )
 def test_damaged_cache_is_made_anew(library, cache, damage):
-    """Whatever is wrong with it, the result is that of a fresh extraction."""
+    """Whatever the damage, the result is that of a fresh extraction."""
     first = load(cache, library)
     path = cache_file(cache)
     whole = path.read_bytes()
@@ -185,14 +185,14 @@ def test_damaged_cache_is_made_anew(library, cache, damage):
 
 
 def test_cache_that_cannot_be_written_is_refused(library, tmp_path):
-    """A file stands where the directory should be; the message names the cache."""
+    """The cache directory's path is a file; the message names the setting."""
     (tmp_path / "cache").write_text("")
     with pytest.raises(SetupError, match="the cache cannot be written"):
         load(tmp_path / "cache", library)
 
 
 def test_standard_library_keeps_every_promise(cache, monkeypatch):
-    """Of this interpreter: every response parses, has no docstring, and no file is on two sides."""
+    """On this interpreter every response parses without a docstring, and no file is split."""
     extraction = load(cache)
     assert len(extraction.pairs) > 3_000
     assert "cut_changes_code" not in extraction.dropped
@@ -209,5 +209,5 @@ def test_standard_library_keeps_every_promise(cache, monkeypatch):
     sides = split(extraction.pairs, 0.05, 0.05)
     assert all(sides.values())
     assert_disjoint(sides)
-    monkeypatch.setattr(ast, "parse", None)  # the cache holds what was read
+    monkeypatch.setattr(ast, "parse", None)  # what the cache has read
     assert load(cache) == extraction

@@ -20,7 +20,7 @@ def line(number, **more):
 
 @pytest.fixture
 def files(tmp_path):
-    """Seventeen rows, then a compressed file of thirteen."""
+    """Write seventeen rows, and a compressed file of thirteen."""
     first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz"
     first.write_text("".join(line(i) for i in range(17)), "utf-8")
     second.write_bytes(gzip.compress("".join(line(i) for i in range(17, 30)).encode()))
@@ -49,7 +49,7 @@ def trained(found):
 
 
 def test_a_column_that_no_row_of_the_first_window_has_is_refused(tmp_path):
-    """An optional field too; later windows may lack it, as rows without a value do."""
+    """This holds for optional fields too; later windows may lack the column."""
     path = tmp_path / "rows.jsonl"
     path.write_text(line(0, lang="rust") + "".join(line(i) for i in range(1, 20)), "utf-8")
     columns = ColumnsConfig(prompt="prompt", response="response", language="lang")
@@ -63,7 +63,7 @@ def test_a_column_that_no_row_of_the_first_window_has_is_refused(tmp_path):
 
 
 def test_windows_follow_the_rows_of_all_files(files):
-    """Thirty rows, seven at a time: five windows an epoch, the last of two; then from the first."""
+    """Thirty rows in windows of seven: five windows per epoch, the last of two rows, then again."""
     found = windows(RowStream(config_of(files), None), 6)
     assert [all_of(window) for window in found[:5]] == [
         list(range(start, min(start + 7, 30))) for start in range(0, 30, 7)
@@ -75,18 +75,18 @@ def test_windows_follow_the_rows_of_all_files(files):
 
 @pytest.mark.parametrize("taken", range(12))
 def test_a_saved_place_goes_on_bit_for_bit(files, taken):
-    """Over the ends of windows, files and epochs, by a state that survives a file."""
+    """The state survives a file, across the ends of windows, files and epochs."""
     through = windows(RowStream(config_of(files), None), 14)
     stream = RowStream(config_of(files), None)
     windows(stream, taken)
-    state = pickle.loads(pickle.dumps(stream.state_dict()))  # our own
+    state = pickle.loads(pickle.dumps(stream.state_dict()))  # pickled above
     resumed = RowStream(config_of(files), None)
     resumed.load_state_dict(state)
     assert windows(resumed, 14 - taken) == through[taken:]
 
 
 def test_sides_are_those_of_the_rows_groups(files):
-    """As in a run that reads all rows first; nothing of another side is ever trained on."""
+    """Sides equal those of a run that reads all rows; other sides are never trained on."""
     whole = load_rows(JsonlData(path=files, val_frac=0.2, heldout_frac=0.1), Path("unused"))
     found = windows(RowStream(config_of(files), None), 5)
     assert trained(found) == numbers(whole.train)
@@ -97,7 +97,7 @@ def test_sides_are_those_of_the_rows_groups(files):
 def test_with_all_rows_in_the_buffer_rows_are_those_that_are_read_at_once(
     files,
 ):
-    """The first window is everything: sides, order and all."""
+    """If the first window has all rows, sides and order are the same as without streaming."""
     whole = load_rows(JsonlData(path=files, val_frac=0.2, heldout_frac=0.1), Path("unused"))
     first = load_rows(config_of(files, shuffle_buffer=30), Path("unused"))
     assert (first.train, first.val, first.heldout) == (whole.train, whole.val, whole.heldout)
@@ -106,7 +106,7 @@ def test_with_all_rows_in_the_buffer_rows_are_those_that_are_read_at_once(
 @pytest.mark.parametrize("count", [2, 3, 6, 9])
 @pytest.mark.parametrize("taken", [0, 1])
 def test_few_rows_are_split_as_those_that_are_read_at_once(tmp_path, count, taken):
-    """Hashing would leave a side empty; in every epoch, and after resuming in one."""
+    """Splitting by hash would leave a side empty; this also holds after resuming."""
     path = tmp_path / "few.jsonl"
     path.write_text("".join(line(i) for i in range(count)), "utf-8")
     whole = load_rows(JsonlData(path=str(path), val_frac=0.2, heldout_frac=0.1), Path("unused"))
@@ -117,7 +117,7 @@ def test_few_rows_are_split_as_those_that_are_read_at_once(tmp_path, count, take
     stream = RowStream(config, None)
     windows(stream, taken)
     resumed = RowStream(config, None)
-    resumed.load_state_dict(pickle.loads(pickle.dumps(stream.state_dict())))  # our own
+    resumed.load_state_dict(pickle.loads(pickle.dumps(stream.state_dict())))  # pickled above
     for window in windows(resumed, 3):
         assert window.sides == {
             Side.TRAIN: whole.train,
@@ -127,7 +127,7 @@ def test_few_rows_are_split_as_those_that_are_read_at_once(tmp_path, count, take
 
 
 def test_few_rows_beside_others_to_validate_on_are_held_out_too(tmp_path):
-    """Rows that share a group with those are on no side, and the others are split."""
+    """Rows that share a group with validation rows are dropped, and the others are split."""
     path, apart = tmp_path / "few.jsonl", tmp_path / "val.jsonl"
     path.write_text("".join(line(i) for i in range(6)), "utf-8")
     apart.write_text("".join(line(i) for i in range(40, 43)), "utf-8")
@@ -139,7 +139,7 @@ def test_few_rows_beside_others_to_validate_on_are_held_out_too(tmp_path):
 
 
 def test_the_first_rows_are_all_that_is_read_at_first(files):
-    """What stands behind them is not looked at yet, however wrong it is."""
+    """Errors in later rows are not found yet."""
     Path(files[1]).write_bytes(b"no gzip")
     rows = load_rows(config_of(files, shuffle_buffer=14), Path("unused"))
     assert rows.streamed
@@ -152,7 +152,7 @@ def test_the_first_rows_are_all_that_is_read_at_first(files):
 
 
 def test_rows_to_validate_on_are_not_trained_on(files, tmp_path):
-    """Two of four stand among the others too, and are passed over and counted."""
+    """Two of four validation rows also occur in training data; they are skipped and counted."""
     val = tmp_path / "val.jsonl"
     val.write_text("".join(line(number) for number in (3, 12, 100, 101)), "utf-8")
     config = config_of(files, val_path=str(val), heldout_frac=0.1)
@@ -166,7 +166,7 @@ def test_rows_to_validate_on_are_not_trained_on(files, tmp_path):
 
 
 def test_filters_pass_rows_over(tmp_path):
-    """Every third row is of the category; the others are counted."""
+    """Every third row has the category; the others are counted."""
     path = tmp_path / "a.jsonl"
     path.write_text("".join(line(i, category="ab"[i % 3 > 0]) for i in range(21)), "utf-8")
     config = config_of(str(path), filter=FilterConfig(category="a"))
@@ -176,7 +176,7 @@ def test_filters_pass_rows_over(tmp_path):
 
 
 def test_a_wrong_row_is_told_with_its_place(files):
-    """When its window is read, with the others of that window; what two rows lack is told once."""
+    """Errors of a window are reported together when it is read; repeated ones only once."""
     with Path(files[0]).open("a", encoding="utf-8") as file:
         file.write('{"prompt": 3}\n{"prompt": "x"}\n')
     stream = RowStream(config_of(files), None)
@@ -190,7 +190,7 @@ def test_a_wrong_row_is_told_with_its_place(files):
 
 
 def test_wrong_rows_are_put_aside_and_counted(files):
-    """Two of thirty-two, in the third window; the others are as they were."""
+    """Two of thirty-two, in the third window, are quarantined; the others are unchanged."""
     before = trained(windows(RowStream(config_of(files), None), 5))
     with Path(files[0]).open("a", encoding="utf-8") as file:
         file.write("{\nnothing\n")
@@ -202,7 +202,7 @@ def test_wrong_rows_are_put_aside_and_counted(files):
 
 
 def test_too_many_wrong_rows_are_refused(files):
-    """Two of twenty-one are over a twentieth; the message has the last place and the reasons."""
+    """Two of twenty-one exceed 5 %; the message has the last place and the reasons."""
     with Path(files[0]).open("a", encoding="utf-8") as file:
         file.write("{\nnothing\n")
     config = config_of(files, on_bad_row=OnBadRow.quarantine, max_bad_frac=0.05)
@@ -211,7 +211,7 @@ def test_too_many_wrong_rows_are_refused(files):
 
 
 def test_an_epoch_without_a_row_to_train_on_ends(tmp_path):
-    """It would read the same rows for ever."""
+    """Otherwise the same rows would be read forever."""
     path = tmp_path / "a.jsonl"
     path.write_text(line(0), "utf-8")
     config = config_of(str(path), filter=FilterConfig(category="none"))
@@ -223,7 +223,7 @@ def test_an_epoch_without_a_row_to_train_on_ends(tmp_path):
 
 @pytest.mark.parametrize("side", ["train", "val"])
 def test_first_rows_without_a_side_are_refused(tmp_path, side):
-    """The message says what gives it one."""
+    """The message says how to get a group for them."""
     path = tmp_path / "a.jsonl"
     path.write_text("".join(line(i, group="one") for i in range(9)), "utf-8")
     share = 0.999 if side == "train" else 0.0001
@@ -232,7 +232,7 @@ def test_first_rows_without_a_side_are_refused(tmp_path, side):
 
 
 def test_the_digest_is_of_all_rows_so_far(files):
-    """It changes with each window, and where one of the rows changes."""
+    """The digest changes with each window and with any change of a row."""
     found = windows(RowStream(config_of(files), None), 3)
     assert len({window.rows_sha256 for window in found}) == 3
     text = Path(files[0]).read_text("utf-8")
@@ -243,7 +243,7 @@ def test_the_digest_is_of_all_rows_so_far(files):
 
 
 def test_no_row_is_lost_or_read_twice_whatever_the_buffer(files):
-    """One row, some, all and more than there are."""
+    """Buffers of one row, some, all and more than all are tried."""
     for size in (1, 4, 30, 31, 100):
         stream = RowStream(config_of(files, shuffle_buffer=size), None)
         seen = []

@@ -19,14 +19,14 @@ def config():
 
 
 def test_shares_are_of_the_rows(config):
-    """Rounded, at least one; train has the rest."""
+    """Shares are rounded to at least one row; the rest is for training."""
     assert counts(config) == {Side.TRAIN: 90, Side.VAL: 5, Side.HELDOUT: 5}
     few = SyntheticData(rows=10, val_frac=0.01, heldout_frac=0.3)
     assert counts(few) == {Side.TRAIN: 6, Side.VAL: 1, Side.HELDOUT: 3}
 
 
 def test_sides_are_families_of_their_own(tmp_path):
-    """As the catalogue has them; every row says its family and theme, and carries bare code."""
+    """Sides follow the catalogue; each row has its family and theme, and bare code."""
     rows = load_rows(SyntheticData(rows=200, val_frac=0.2, heldout_frac=0.2), tmp_path)
     assert (rows.source, len(rows.train), len(rows.val), len(rows.heldout)) == (
         "synthetic",
@@ -43,13 +43,13 @@ def test_sides_are_families_of_their_own(tmp_path):
 
 
 def test_held_out_rows_are_the_benchmark(tmp_path):
-    """What a suite makes of the same seed and share, no more and no less."""
+    """They equal what a suite makes from the same seed and share."""
     rows = load_rows(SyntheticData(rows=100, generator_seed=4, repair_frac=0.5), tmp_path)
     assert rows.heldout == [task.pair for task in benchmark_tasks(4, 5, 0.5)]
 
 
 def test_second_load_reads_the_cache(config, tmp_path, monkeypatch):
-    """The same rows and counts, nothing generated."""
+    """Rows and counts are the same, and nothing is generated."""
     assert not is_cached(config, tmp_path)
     first = load(config, tmp_path)
     assert is_cached(config, tmp_path)
@@ -61,7 +61,7 @@ def test_second_load_reads_the_cache(config, tmp_path, monkeypatch):
     "damage", [lambda whole: whole[:-9], lambda whole: whole.replace(b"dropped", b"droped", 1)]
 )
 def test_damaged_cache_is_made_anew(config, tmp_path, damage):
-    """Byte for byte as it was, whether a row or the header lost something."""
+    """The new cache is equal byte for byte, whether a row or the header was damaged."""
     first = load(config, tmp_path)
     (path,) = tmp_path.iterdir()
     whole = path.read_bytes()
@@ -76,14 +76,14 @@ def test_damaged_cache_is_made_anew(config, tmp_path, damage):
     ids=str,
 )
 def test_what_changes_the_rows_names_another_cache(config, tmp_path, change):
-    """What does not, such as the sequence length, finds the same."""
+    """Settings that do not change the rows, such as data.seq_len, keep the cache."""
     load(config, tmp_path)
     assert is_cached(SyntheticData(rows=100, seq_len=64), tmp_path)
     assert not is_cached(SyntheticData(**{"rows": 100} | change), tmp_path)
 
 
 def test_another_generator_or_interpreter_names_another_cache(config, tmp_path, monkeypatch):
-    """Messages that repair rows quote are the interpreter's own."""
+    """Repair rows quote error messages, which depend on the interpreter."""
     load(config, tmp_path)
     said = made_by()
     with monkeypatch.context() as patch:
@@ -96,7 +96,7 @@ def test_another_generator_or_interpreter_names_another_cache(config, tmp_path, 
 
 
 def test_more_rows_than_there_are_is_refused(tmp_path, monkeypatch):
-    """With how many there are, and nothing left in the cache."""
+    """The error gives the number available, and the cache stays empty."""
     first = families_of(Side.TRAIN)[0]
     monkeypatch.setattr(module, "families_of", lambda side: [first])
     monkeypatch.setattr(module, "_FRUITLESS", 0)
@@ -106,7 +106,7 @@ def test_more_rows_than_there_are_is_refused(tmp_path, monkeypatch):
 
 
 def test_shares_that_leave_nothing_to_train_on_are_refused(tmp_path, tiny_config):
-    """Ten rows of which five validate and five are held out; by the rules, before any is made."""
+    """Ten rows with five for validation and five held out are refused before any is generated."""
     config = tiny_config("data=synthetic")
     config.data = SyntheticData(rows=10, val_frac=0.48, heldout_frac=0.5)
     (problem,) = data_problems(config)
@@ -118,7 +118,7 @@ def test_shares_that_leave_nothing_to_train_on_are_refused(tmp_path, tiny_config
 
 
 def test_shares_of_one_and_more_are_told_once(tiny_config):
-    """By their sum, as for every source; a share that is no number is left to its range."""
+    """Their sum is reported once, as for every source; NaN is left to the range check."""
     config = tiny_config("data=synthetic")
     config.data = SyntheticData(rows=10, val_frac=float("nan"))
     assert list(data_problems(config)) == []

@@ -23,7 +23,7 @@ def documents(documents_of):
 def test_packed_batch_predicts_each_supervised_token_from_the_one_before(
     documents,
 ):
-    """12, 13 and 21, 22 are learned from 11, 12 and 20, 21, at their places in one sequence."""
+    """By hand: 12, 13 and 21, 22 are predicted from 11, 12 and 20, 21 in one sequence."""
     batch = packed_batch(documents, [[1, 0]], index=7)
     assert batch.input_ids_BT.tolist() == [[20, 21, 22, 10, 11, 12, 13]]
     assert batch.position_ids_BT.tolist() == [[0, 1, 2, 0, 1, 2, 3]]
@@ -37,7 +37,7 @@ def test_packed_batch_predicts_each_supervised_token_from_the_one_before(
 def test_padded_batch_predicts_each_supervised_token_from_the_one_before(
     documents,
 ):
-    """The same tokens are learned, at their places in the flattened rows of four."""
+    """The same targets have their positions in the flattened rows of four."""
     batch = padded_batch(documents, [[1], [0]], index=7, pad_id=PAD)
     assert batch.input_ids_BT.tolist() == [[20, 21, 22, PAD], [10, 11, 12, 13]]
     assert batch.position_ids_BT.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]
@@ -50,7 +50,7 @@ def test_padded_batch_predicts_each_supervised_token_from_the_one_before(
 
 
 def test_a_padded_batch_masks_by_length_and_never_by_the_pad_id(documents):
-    """Where the pad id is also a learned token (an end marker, say), it stays learned and seen."""
+    """A supervised token equal to the pad id, such as an end marker, stays attended and learned."""
     batch = padded_batch(documents, [[1], [0]], index=0, pad_id=22)
     assert batch.input_ids_BT.tolist()[0] == [20, 21, 22, 22]
     assert batch.attention_mask_BT is not None
@@ -59,7 +59,7 @@ def test_a_padded_batch_masks_by_length_and_never_by_the_pad_id(documents):
 
 
 def test_blocks_of_a_micro_batch_join_into_one_packed_sequence(documents):
-    """Two blocks give the sequence that one block of both documents gives."""
+    """Two blocks give the same sequence as one block of both documents."""
     apart, together = (packed_batch(documents, b, index=0) for b in ([[0], [1]], [[0, 1]]))
     assert torch.equal(apart.input_ids_BT, together.input_ids_BT)
     assert apart.documents == together.documents == ((0, 4), (4, 7))
@@ -68,7 +68,7 @@ def test_blocks_of_a_micro_batch_join_into_one_packed_sequence(documents):
 def test_a_document_without_supervision_is_seen_and_not_learned(
     documents_of,
 ):
-    """Its tokens count, its predictions do not exist."""
+    """Its tokens count, but it has no targets."""
     documents = documents_of(IDS, [[0, 0, 0, 0], [0, 1, 1]])
     for batch in (
         packed_batch(documents, [[0, 1]], index=0),
@@ -79,7 +79,7 @@ def test_a_document_without_supervision_is_seen_and_not_learned(
 
 
 def test_ids_and_indices_are_of_the_types_torch_indexes_with(documents):
-    """int64 everywhere, whatever the cache stores."""
+    """Ids and indices are int64, whatever type the cache stores."""
     for batch in (
         packed_batch(documents, [[0, 1]], index=0),
         padded_batch(documents, [[0], [1]], index=0, pad_id=PAD),
@@ -89,7 +89,7 @@ def test_ids_and_indices_are_of_the_types_torch_indexes_with(documents):
 
 
 def test_moving_a_batch_moves_every_tensor_and_nothing_else(documents):
-    """On the meta device no tensor has values; bounds and counts stay as they are."""
+    """On the meta device tensors have no values; bounds and counts are unchanged."""
     batch = padded_batch(documents, [[1], [0]], index=3, pad_id=PAD).to("meta", non_blocking=True)
     assert batch.attention_mask_BT is not None
     for tensor in (
@@ -104,7 +104,7 @@ def test_moving_a_batch_moves_every_tensor_and_nothing_else(documents):
 
 
 def test_further_values_are_those_of_the_targets(documents):
-    """In their order, packed and padded."""
+    """Values keep the order of the targets, packed and padded."""
     values = np.arange(7, dtype=np.float32) / 4
     documents = replace(documents, extra={"weight": values})
     for batch in (
@@ -118,7 +118,7 @@ def test_further_values_are_those_of_the_targets(documents):
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_documents_that_stay_together_are_in_one_block(random_documents, packing):
-    """In their order, within what a block holds."""
+    """They keep their order within the block's capacity."""
     lengths = np.random.default_rng(0).integers(2, 33, 120).tolist()
     documents = replace(random_documents(lengths), together=3)
     blocks = blocks_of(documents, packing=packing, capacity=100)
@@ -130,14 +130,14 @@ def test_documents_that_stay_together_are_in_one_block(random_documents, packing
 
 @pytest.fixture
 def pairs(documents_of):
-    """Share two tokens, none as the first ones differ, and one less than the chosen one has."""
+    """Return pairs that share two tokens, none, and all but one of the chosen document's."""
     ids = [[10, 11, 12, 13], [10, 11, 22, 23], [30, 31], [40, 31, 42], [50, 51], [50, 51, 62, 63]]
     supervised = [[0, 0, 1, 1], [0, 0, 1, 1], [0, 1], [0, 0, 1], [0, 1], [0, 0, 0, 1]]
     return share_prompts(replace(documents_of(ids, supervised), together=2))
 
 
 def test_a_pair_has_its_prompt_once(pairs):
-    """22 follows 11, in front of the chosen answer, at position 2; so does 62 after 50."""
+    """By hand: 22 follows 11, before the chosen answer, at position 2; 62 follows 50."""
     assert pairs.shared.tolist() == [0, 2, 0, 0, 0, 1]
     assert pairs.units.tolist() == [8, 5, 6]
     assert pairs.room.tolist() == [6, 5, 5]
@@ -158,13 +158,13 @@ def test_a_pair_has_its_prompt_once(pairs):
 
 
 def test_packing_uses_the_room_that_a_shared_prompt_saves(pairs):
-    """Two blocks of 10 tokens hold 6 and 5 + 5; whole, only one of them fits in each."""
+    """Two blocks of 10 tokens hold 6 and 5+5; without sharing there are three blocks."""
     found = [block.tolist() for block in blocks_of(pairs, packing=True, capacity=10)]
     assert sorted(found) == [[0, 1], [2, 3, 4, 5]]
     assert len(blocks_of(replace(pairs, shared=None), packing=True, capacity=10)) == 3
 
 
 def test_pairs_that_are_torn_apart_are_a_mistake_of_the_caller(pairs):
-    """The prompt of the second would be missing."""
+    """The second document would lack its prompt."""
     with pytest.raises(AssertionError, match="stay together"):
         packed_batch(pairs, [[0, 5]], index=0)

@@ -11,7 +11,7 @@ from mens_exp.tokenizer.implementations import HfTokenizer
 
 
 def pairs(count, *, width=5):
-    """Make rows whose answers are of many lengths."""
+    """Return rows with answers of many lengths."""
     return [
         TrainingPair(prompt=f"row {i}", response="x" * (1 + width * (i % 7)), group=f"g{i}")
         for i in range(count)
@@ -37,7 +37,7 @@ def module(tiny_config, tiny_base, tmp_path):
 
 
 def documents_in(stream):
-    """List the documents of a stream by their ids, sorted."""
+    """Return the sorted ids of the documents in a stream."""
     return sorted(document for batch in stream for document in documents_of_batch(batch))
 
 
@@ -53,12 +53,12 @@ def documents_of_batch(batch):
 def test_the_stream_holds_as_many_micro_batches_as_the_run_takes(
     module,
 ):
-    """5 steps of 4 micro-batches are 20."""
+    """By hand: 5 steps of 4 micro-batches are 20."""
     assert len(module("trainer.accumulate_grad_batches=4").train_dataloader()) == 20
 
 
 def test_max_epochs_alone_counts_steps_in_blocks(module):
-    """40 rows unpacked, 3 in a micro-batch, 2 micro-batches a step: 2 epochs are 14 steps.
+    """By hand: 40 unpacked rows, 3 per micro-batch, 2 micro-batches per step: 14 steps in 2 epochs.
 
     27 micro-batches hold the 80 rows, the last of them two: nothing is trained on a third time.
     """
@@ -77,7 +77,7 @@ def test_max_epochs_alone_counts_steps_in_blocks(module):
 
 @pytest.mark.parametrize(("steps", "expected"), [(5, 5), (500, 10)])
 def test_the_lower_of_two_limits_holds(module, steps, expected):
-    """One epoch of 40 unpacked rows is 10 steps of 4."""
+    """By hand: one epoch of 40 unpacked rows is 10 steps of 4."""
     data = module(
         f"trainer.max_steps={steps}",
         "trainer.max_epochs=1",
@@ -88,7 +88,7 @@ def test_the_lower_of_two_limits_holds(module, steps, expected):
 
 
 def test_the_training_order_depends_on_the_seed(module):
-    """The same seed gives the same first batches, another gives others."""
+    """The same seed gives the same first batches, and another seed gives others."""
 
     def first(seed):
         stream = module(f"seed={seed}").train_dataloader()
@@ -99,7 +99,7 @@ def test_the_training_order_depends_on_the_seed(module):
 
 
 def test_no_row_is_missing_from_an_epoch(module):
-    """One epoch over packed blocks holds every training row once."""
+    """One epoch of packed blocks holds every training row once."""
     data = module("trainer.max_steps=-1", "trainer.max_epochs=1")
     stream = data.train_dataloader()
     stream.total = len(stream.blocks)
@@ -109,7 +109,7 @@ def test_no_row_is_missing_from_an_epoch(module):
 
 @pytest.mark.parametrize("limit", [300, 100_000])
 def test_arms_validate_on_the_same_documents(module, limit):
-    """Neither the seed nor packing nor the micro-batch moves what is validated on."""
+    """Seed, packing and micro-batch size do not change the validation documents."""
     cells = ([], ["seed=7"], ["data.packing=false"], ["data.micro_batch_size=3"])
     seen = [
         documents_in(module(f"data.val_max_tokens={limit}", *cell).val_dataloader())
@@ -119,7 +119,7 @@ def test_arms_validate_on_the_same_documents(module, limit):
 
 
 def test_validation_stops_once_it_has_its_tokens(module):
-    """The last document chosen is the one that reaches the limit."""
+    """The document that reaches the limit is included."""
     data = module("data.val_max_tokens=300")
     tokens = sum(batch.tokens for batch in data.val_dataloader())
     assert 300 <= tokens < 300 + max(data.val_documents.lengths)
@@ -128,7 +128,7 @@ def test_validation_stops_once_it_has_its_tokens(module):
 def test_validation_takes_everything_where_the_limit_is_higher(
     module,
 ):
-    """All 30 rows, once each."""
+    """All 30 rows are used once."""
     stream = module("data.val_max_tokens=100000", "data.micro_batch_size=4").val_dataloader()
     assert len(documents_in(stream)) == 30
 
@@ -136,7 +136,7 @@ def test_validation_takes_everything_where_the_limit_is_higher(
 def test_a_validation_sample_is_not_the_longest_documents(
     module,
 ):
-    """The mean length of a third of the rows is within a third of the mean over all."""
+    """The mean length of a third of the rows is within a third of the overall mean."""
     data = module("data.val_max_tokens=1000", rows=rows_of(pairs(9), pairs(300, width=12)))
     sample = documents_in(data.val_dataloader())
     mean, whole = sum(map(len, sample)) / len(sample), float(data.val_documents.lengths.mean())
@@ -146,7 +146,7 @@ def test_a_validation_sample_is_not_the_longest_documents(
 def test_packing_efficiency_is_the_share_of_room_that_tokens_fill(
     module,
 ):
-    """Tokens of all training documents over blocks times capacity."""
+    """It is the number of training tokens over blocks times capacity."""
     data = module()
     blocks = data.train_dataloader().blocks
     tokens = int(data.train_documents.lengths.sum())
@@ -156,7 +156,7 @@ def test_packing_efficiency_is_the_share_of_room_that_tokens_fill(
 
 @pytest.mark.parametrize("side", ["train", "val"])
 def test_a_side_without_a_learned_token_is_refused(module, side):
-    """Prompts longer than the sequence leave nothing to learn; the message names the remedy."""
+    """Prompts longer than the sequence leave no target; the message gives a remedy."""
     long = [TrainingPair(prompt="y" * 200, response="x", group="g")]
     rows = rows_of(long, pairs(3)) if side == "train" else rows_of(pairs(3), long)
     with pytest.raises(DataError, match=rf"data \({side}\).*no row has.*raise data.seq_len"):
@@ -164,7 +164,7 @@ def test_a_side_without_a_learned_token_is_refused(module, side):
 
 
 def test_encoding_is_opened_from_the_cache_the_second_time(module, monkeypatch):
-    """With the encoder broken, a datamodule over the same rows still opens."""
+    """With the encoder disabled, a second datamodule over the same rows still opens."""
     first = module()
     monkeypatch.setattr("mens_exp.data.datamodule.encode_parts", None)
     assert module().train_counts == first.train_counts
@@ -173,7 +173,7 @@ def test_encoding_is_opened_from_the_cache_the_second_time(module, monkeypatch):
 def test_bytes_are_those_of_the_learned_text_that_is_validated(
     module,
 ):
-    """Byte-level ids: every learned token is a byte, but one end marker a document."""
+    """With byte-level ids every target is a byte, except one end marker per document."""
     data = module("data.val_max_tokens=200")
     documents = len(documents_in(data.val_dataloader()))
     learned = sum(batch.targets_M.numel() for batch in data.val_dataloader())

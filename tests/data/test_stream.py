@@ -12,7 +12,7 @@ BLOCKS = [[0], [1, 2], [3], [4], [5, 6]]
 
 @pytest.fixture
 def stream(documents_of):
-    """Lay out a stream over seven documents; document i is [100 + i, i]."""
+    """Return a stream over seven documents; document i is [100 + i, i]."""
     documents = documents_of([[100 + i, i] for i in range(7)], [[0, 1]] * 7)
 
     def made(
@@ -43,7 +43,7 @@ def stream(documents_of):
 
 
 def documents_in(batch):
-    """Name the documents of a batch by their first tokens."""
+    """Return the documents of a batch by their first tokens."""
     return [token - 100 for token in batch.input_ids_BT.flatten().tolist() if token >= 100]
 
 
@@ -52,7 +52,7 @@ def order(batches):
 
 
 def test_the_same_seed_gives_the_same_order(stream):
-    """Two streams of one seed are one stream."""
+    """Two streams with one seed are equal."""
     assert order(stream(seed=3)) == order(stream(seed=3))
 
 
@@ -62,7 +62,7 @@ def test_another_seed_gives_another_order(stream):
 
 
 def test_every_epoch_is_a_permutation_of_all_blocks(stream):
-    """Each five micro-batches hold each block once, and epochs differ."""
+    """Every five micro-batches hold each block once, and epochs differ."""
     taken = order(stream(total=15))
     epochs = [taken[start : start + 5] for start in (0, 5, 10)]
     assert all(sorted(epoch) == BLOCKS for epoch in epochs)
@@ -70,7 +70,7 @@ def test_every_epoch_is_a_permutation_of_all_blocks(stream):
 
 
 def test_micro_batches_run_over_the_end_of_an_epoch(stream):
-    """Five blocks in pairs: the third micro-batch holds the last and the next epoch's first."""
+    """With five blocks in pairs, the third micro-batch has blocks of two epochs."""
     singles = order(stream(size=1, total=10))
     pairs = order(stream(size=2, total=5))
     assert pairs == [singles[i] + singles[i + 1] for i in range(0, 10, 2)]
@@ -78,7 +78,7 @@ def test_micro_batches_run_over_the_end_of_an_epoch(stream):
 
 @pytest.mark.parametrize("position", [0, 1, 4, 5, 7, 15])
 def test_a_fresh_stream_goes_on_from_a_saved_position(stream, position):
-    """Micro-batch k of a resumed stream is micro-batch k of one run through."""
+    """Micro-batch k of a resumed stream equals that of an uninterrupted one."""
     resumed = stream()
     resumed.load_state_dict({"position": position})
     assert order(resumed) == order(stream())[position:]
@@ -88,7 +88,7 @@ def test_a_fresh_stream_goes_on_from_a_saved_position(stream, position):
 def test_the_state_is_the_position_and_survives_a_round_trip(
     stream,
 ):
-    """What is saved is what is loaded; iterating alone does not move it."""
+    """The state round-trips, and iterating alone does not change it."""
     first = stream()
     first.position = 6
     list(first)
@@ -100,37 +100,37 @@ def test_the_state_is_the_position_and_survives_a_round_trip(
 def test_the_order_does_not_depend_on_the_global_generator(
     stream,
 ):
-    """Draws in between change nothing."""
+    """Other draws in between change nothing."""
     import numpy as np
 
     expected = order(stream())
-    np.random.seed(99)  # the global generator is the point
+    np.random.seed(99)  # on purpose: the global generator
     assert order(stream()) == expected
 
 
 def test_the_order_is_the_same_whatever_the_length_of_the_stream(
     stream,
 ):
-    """A longer run begins as the shorter one did."""
+    """A longer stream begins like the shorter one."""
     assert order(stream(total=30))[:15] == order(stream(total=15))
 
 
 def test_without_a_seed_blocks_come_in_their_own_order(
     stream,
 ):
-    """Validation takes each block once, the last micro-batch what is left."""
+    """Validation takes each block once; the last micro-batch has the remainder."""
     assert order(stream(seed=None, size=2, total=3)) == [[0, 1, 2], [3, 4], [5, 6]]
 
 
 def test_length_counts_the_whole_stream(stream):
-    """Lightning compares it with a position, so what was taken counts too."""
+    """Lightning compares the length with a position, so consumed micro-batches count."""
     resumed = stream(total=15)
     resumed.load_state_dict({"position": 9})
     assert len(resumed) == 15
 
 
 def test_unpacked_blocks_become_padded_rows(stream):
-    """One row a document, with a mask; the order is the packed stream's."""
+    """There is one row per document with a mask, in the order of the packed stream."""
     blocks = [[i] for i in range(7)]
     padded = stream(packing=False, blocks=blocks, size=2, total=7)
     packed = stream(packing=True, blocks=blocks, size=2, total=7)
@@ -140,7 +140,7 @@ def test_unpacked_blocks_become_padded_rows(stream):
 
 @pytest.mark.parametrize("epochs", [1, 2, 3])
 def test_whole_epochs_hold_each_document_so_many_times(stream, epochs):
-    """Five blocks in micro-batches of two: the last one is not filled up from the next epoch."""
+    """The last micro-batch of five blocks in pairs is not filled from the next epoch."""
     places = 5 * epochs
     found = order(stream(size=2, total=-(-places // 2), places=places))
     assert sorted(document for batch in found for document in batch) == sorted([*range(7)] * epochs)
@@ -149,13 +149,13 @@ def test_whole_epochs_hold_each_document_so_many_times(stream, epochs):
 def test_without_a_bound_the_last_micro_batch_is_filled_up(
     stream,
 ):
-    """Three micro-batches of two blocks hold six: one block is there a second time."""
+    """Three micro-batches of two blocks hold six, so one block is repeated."""
     found = order(stream(size=2, total=3, blocks=[[i] for i in range(5)]))
     assert sum(map(len, found)) == 6
 
 
 def interleaved(ranks):
-    """Take one micro-batch of each rank in turn, as the ranks of one step do side by side."""
+    """Take one micro-batch of each rank in turn, as the ranks of one step do."""
     turns = zip_longest(*[order(rank) for rank in ranks])
     return [documents for turn in turns for documents in turn if documents is not None]
 
@@ -163,13 +163,13 @@ def interleaved(ranks):
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_ranks_together_take_the_order_of_one(stream, world, accumulate):
-    """Each step holds the same micro-batches for any number of ranks, and all epochs' order."""
+    """Each step has the same micro-batches for any number of ranks, over all epochs."""
     total = 4 * world * accumulate
     alone = stream(size=2, total=total)
     ranks = [stream(size=2, total=total, rank=r, world_size=world) for r in range(world)]
     assert interleaved(ranks) == order(alone)
     assert [len(rank) for rank in ranks] == [4 * accumulate] * world
-    for step in range(4):  # a rank's micro-batches of a step are among that step's, no other's
+    for step in range(4):  # ranks share the micro-batches of a step in any order
         first = step * world * accumulate
         mine = [list(ranks[r])[step * accumulate : (step + 1) * accumulate] for r in range(world)]
         taken = sorted(batch.index for rank in mine for batch in rank)
@@ -180,7 +180,7 @@ def test_ranks_together_take_the_order_of_one(stream, world, accumulate):
 @pytest.mark.parametrize("before", [1, 2, 3, 4])
 @pytest.mark.parametrize("after", [1, 2, 3, 4])
 def test_another_number_of_ranks_goes_on_where_the_first_stopped(stream, before, after, accumulate):
-    """Twelve times so many micro-batches a step, stopped after three steps inside an epoch."""
+    """Twelve micro-batches per step for any number of ranks, stopped after three steps."""
     step = 12 * accumulate
     total = 5 * step
     first = [stream(size=2, total=total, rank=r, world_size=before) for r in range(before)]
@@ -197,7 +197,7 @@ def test_another_number_of_ranks_goes_on_where_the_first_stopped(stream, before,
 def test_a_position_inside_what_ranks_take_together_is_refused(
     stream,
 ):
-    """Two of three ranks would have no third; the message says what to do."""
+    """Three ranks cannot continue after two of them took one; the message gives a remedy."""
     with pytest.raises(RequestError, match=r"position 4 for 3 ranks.*number of ranks that divides"):
         stream(rank=0, world_size=3).load_state_dict({"position": 4})
 
@@ -205,7 +205,7 @@ def test_a_position_inside_what_ranks_take_together_is_refused(
 def test_the_end_of_the_stream_leaves_some_ranks_a_filler(
     stream,
 ):
-    """Seven micro-batches of three ranks: three turns each, of which two repeat the seventh."""
+    """Seven micro-batches for three ranks are three turns, with two repeats of the seventh."""
     ranks = [stream(total=7, rank=r, world_size=3) for r in range(3)]
     assert [len(rank) for rank in ranks] == [3, 3, 3]
     taken = sorted((batch for rank in ranks for batch in rank), key=lambda batch: batch.index)
@@ -217,7 +217,7 @@ def test_the_end_of_the_stream_leaves_some_ranks_a_filler(
 def test_any_number_of_ranks_takes_over_a_stream_that_is_at_its_end(
     stream,
 ):
-    """Two ranks end seven micro-batches at position 8, which three ranks do not share."""
+    """Two ranks end seven micro-batches at position 8, which is no multiple of three."""
     after = stream(total=7, rank=1, world_size=3)
     after.load_state_dict({"position": 8})
     assert list(after) == []

@@ -20,7 +20,7 @@ STREAMED = ["data.streaming=true", "data.shuffle_buffer=11"]
 
 @pytest.fixture
 def path(tmp_path):
-    """Sixty rows of many lengths."""
+    """Write sixty rows of many lengths."""
     path = tmp_path / "rows.jsonl"
     rows = [{"prompt": f"row {i}", "response": "x" * (1 + 5 * (i % 7))} for i in range(60)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
@@ -29,7 +29,7 @@ def path(tmp_path):
 
 @pytest.fixture
 def module(tiny_config, tiny_base, tmp_path, path):
-    """Build a datamodule over the rows, forty micro-batches long."""
+    """Build a datamodule of forty micro-batches over the rows."""
     tokenizer = HfTokenizer.from_directory(tiny_base.directory)
 
     def build(*overrides, objective=None):
@@ -48,7 +48,7 @@ def stream_of(module, *overrides):
 
 
 def same(first, second):
-    """Tell whether two runs of micro-batches are equal in all that a model sees."""
+    """Return whether two lists of micro-batches are equal for the model."""
     pairs = list(zip_longest(first, second))
     return bool(pairs) and all(
         a is not None
@@ -77,7 +77,7 @@ def documents_in(batches):
 
 @pytest.mark.parametrize("other", [[], ["data.packing=false"], ["data.micro_batch_size=3"]])
 def test_with_all_rows_in_the_buffer_it_is_the_run_that_read_them_first(module, other):
-    """Micro-batch by micro-batch, over several epochs: so the loss is the same, too."""
+    """All micro-batches agree over several epochs, and so does the loss."""
     streamed = module("data.streaming=true", "data.shuffle_buffer=60", *other)
     first = module(*other)
     assert len(first.train_dataloader()) > 2 * len(first.blocks) / 3
@@ -87,7 +87,7 @@ def test_with_all_rows_in_the_buffer_it_is_the_run_that_read_them_first(module, 
 
 @pytest.mark.parametrize("buffer", [11, 30, 59])
 def test_an_epoch_holds_each_document_once(module, buffer):
-    """Those that a run trains on which read all rows first, in another order each time."""
+    """They are the documents of a run that reads all rows first, reordered in each epoch."""
     first = module("data.packing=false", "trainer.max_steps=30")
     count = len(first.train_documents)
     expected = documents_in(first.train_dataloader().batch(i) for i in range(count))
@@ -101,22 +101,22 @@ def test_an_epoch_holds_each_document_once(module, buffer):
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("packing", ["true", "false"])
 def test_a_stopped_run_goes_on_bit_for_bit(module, packing, size):
-    """From every position: inside windows, at their ends, over the ends of epochs."""
+    """Every position is tried: inside windows, at their ends, and across epochs."""
     overrides = [f"data.packing={packing}", f"data.micro_batch_size={size}"]
     through = list(stream_of(module, *overrides))
     assert len(through) == 40
     stopped = stream_of(module, *overrides)
     resumed = stream_of(module, *overrides)
     for number, batch in enumerate(stopped, start=1):
-        stopped.position = batch.index + 1  # as training does, while one more is read ahead
-        state = pickle.loads(pickle.dumps(stopped.state_dict()))  # our own
+        stopped.position = batch.index + 1  # as training does, with one micro-batch prefetched
+        state = pickle.loads(pickle.dumps(stopped.state_dict()))  # pickled above
         if number % 3 == 0 and number < 40:
             resumed.load_state_dict(state)
             assert same(resumed, through[number:])
 
 
 def test_a_run_that_resumes_twice_goes_on(module):
-    """Each time from the state of the one before, which began inside a window."""
+    """The second resume starts from a state saved after the first."""
     through = list(stream_of(module))
     state = stream_of(module).state_dict()
     taken = []
@@ -131,7 +131,7 @@ def test_a_run_that_resumes_twice_goes_on(module):
 
 
 def test_the_state_does_not_grow(module):
-    """It has one window's place, however many were read, and no rows."""
+    """It has the position of one window and no rows."""
     stream = stream_of(module, "trainer.max_steps=100")
     sizes = []
     for batch in stream:
@@ -142,7 +142,7 @@ def test_the_state_does_not_grow(module):
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_ranks_together_take_the_order_of_one(module, world):
-    """Also where another number of ranks goes on inside an epoch."""
+    """This includes resuming with another number of ranks inside an epoch."""
     alone = list(stream_of(module))
     ranks = [stream_of(module) for _ in range(world)]
     for rank, stream in enumerate(ranks):
@@ -160,14 +160,14 @@ def test_ranks_together_take_the_order_of_one(module, world):
 
 
 def test_another_seed_gives_another_order(module):
-    """Of the same documents in each window."""
+    """The documents of each window are the same."""
     first, other = (list(stream_of(module, f"seed={seed}")) for seed in (1, 2))
     assert not same(first, other)
     assert same(first, stream_of(module, "seed=1"))
 
 
 def test_what_was_consumed_is_told(module):
-    """Rows and documents up to the end of the window that the last micro-batch is of."""
+    """Rows and documents count up to the end of the last micro-batch's window."""
     data = module(*STREAMED, "data.packing=false")
     assert data.consumed() == {}
     stream = data.train_dataloader()
@@ -183,7 +183,7 @@ def test_what_was_consumed_is_told(module):
 
 
 def test_documents_that_lose_everything_are_counted(module, path):
-    """A long prompt in the second window leaves nothing to learn."""
+    """A long prompt in the second window leaves no target."""
     lines = path.read_text("utf-8").splitlines()
     group = next(name for name in map(str, range(99)) if side_of(name, 0.3, 0.1) is Side.TRAIN)
     lines[15] = json.dumps({"prompt": "y" * 300, "response": "z", "group": group})
@@ -196,7 +196,7 @@ def test_documents_that_lose_everything_are_counted(module, path):
 
 
 def test_first_rows_that_change_while_training_are_refused(module, path):
-    """They are encoded once, and would be taken for what they were."""
+    """The first rows are encoded once and must not change afterwards."""
     stream = stream_of(module)
     text = path.read_text("utf-8")
     path.write_text(text.replace("xxx", "xyx"), "utf-8")
@@ -205,7 +205,7 @@ def test_first_rows_that_change_while_training_are_refused(module, path):
 
 
 def test_one_micro_batch_can_be_asked_for(module):
-    """It is the one that iteration comes to."""
+    """Indexing gives the same micro-batch as iterating."""
     stream = stream_of(module)
     assert same([stream.batch(i) for i in (0, 7, 25)], [list(stream)[i] for i in (0, 7, 25)])
 
@@ -213,7 +213,7 @@ def test_one_micro_batch_can_be_asked_for(module):
 @pytest.mark.parametrize("streaming", [True, False])
 @pytest.mark.parametrize("packing", ["true", "false"])
 def test_documents_of_a_row_arrive_together(module, path, monkeypatch, packing, streaming):
-    """In training and validation, from memory and as a stream; each with its own values."""
+    """This holds in training and validation, with and without streaming."""
     two_answers.offer(monkeypatch)
     rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
     rows = [row | {"fields": {"worse": "y" * (1 + i % 5)}} for i, row in enumerate(rows)]

@@ -1,4 +1,4 @@
-"""A runner of generated programs, and how to go on without one."""
+"""Fixture that runs generated programs in a sandbox, and skips where there is none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mens_exp.sandbox.program import Limits
 
 @pytest.fixture(scope="session")
 def runner():
-    """Programs in a sandbox, two seconds of the processor each."""
+    """Return a runner that executes programs in a sandbox with two seconds of CPU time each."""
     if shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is missing: apt-get install bubblewrap")
     return Runner(sandbox=Bubblewrap(), limits=Limits(wall_s=5, cpu_s=2))

@@ -30,7 +30,7 @@ GOOD = "def f(x):\n    y = x + 1\n    return y\n"
     ],
 )
 def test_an_answer_is_strict_that_is_code_only(completion, *, strict):
-    """Neither a fence nor a sentence stands around it."""
+    """An answer is strict if it has no fence and no prose around the code."""
     assert is_strict(completion) is strict
 
 
@@ -44,12 +44,12 @@ def test_an_answer_is_strict_that_is_code_only(completion, *, strict):
         ("def f(x): return x\n", False),
         ("x = 1; y = 2\n", False),
         ("x = 1 \n", False),
-        ("\n", False),  # nothing at all
+        ("\n", False),  # empty
         ("def f(:", False),
     ],
 )
 def test_canonical_code_is_laid_out_as_formatters_do(code, *, canonical):
-    """Four spaces, one statement a line, no blanks at the end."""
+    """The canonical layout has four spaces, one statement a line and no trailing whitespace."""
     assert is_canonical(code) is canonical
 
 
@@ -62,11 +62,11 @@ def test_canonical_code_is_laid_out_as_formatters_do(code, *, canonical):
         ("def f(x):\n    # your code here\n    ...\n", 2),
         ("fn f() { todo!() }", 1),
         ("def todo_list(items):\n    return [t for t in items]\n", 0),
-        ("x = values[..., 0]\n", 0),  # an ellipsis that means something
+        ("x = values[..., 0]\n", 0),  # an ellipsis used as a value
     ],
 )
 def test_what_is_left_to_write_is_counted(code, hits):
-    """Markers in words, and an ellipsis for a body."""
+    """Markers such as TODO and a body of `...` count as unfinished code."""
     assert placeholder_hits(code) == hits
 
 
@@ -80,23 +80,23 @@ def test_what_is_left_to_write_is_counted(code, hits):
         ("import math\n\ndef f(x):\n    return None\n", True),
         ("class A:\n    def f(self):\n        raise NotImplementedError('later')\n", True),
         ("", True),
-        ("def f(:", False),  # who knows
+        ("def f(:", False),  # cannot be judged
     ],
 )
 def test_a_stub_is_trivial(code, *, trivial):
-    """Nothing in it does anything."""
+    """A function whose body does nothing is trivial."""
     assert is_trivial(code) is trivial
 
 
 def test_an_answer_that_repeats_itself_is_read_to_its_end():
-    """A sum of a thousand terms is deeper than what prints syntax trees goes."""
+    """A sum of a thousand terms is nested deeper than `ast.unparse` can print."""
     code = f"def f(a):\n    raise ValueError({' + '.join(['a'] * 1000)})\n"
     assert not quality_of(code, code).trivial
     assert is_trivial("def f():\n    raise builtins.NotImplementedError('later')\n")
 
 
 def test_richness_counts_statements_that_do_something():
-    """Two of the five that are enough; more than enough is 1."""
+    """Richness is the number of effective statements over five, capped at 1."""
     assert richness(GOOD) == 0.4
     assert richness("def f(): pass") == 0.0
     assert richness("x = 1\n" * 9) == 1.0
@@ -104,7 +104,7 @@ def test_richness_counts_statements_that_do_something():
 
 
 def test_anti_stub_is_neither_trivial_nor_marked():
-    """One marker is enough to fail it."""
+    """An answer passes if it is not trivial and has no marker; one marker fails it."""
     assert quality_of(GOOD, GOOD).anti_stub
     assert not quality_of("def f(): pass", "def f(): pass").anti_stub
     marked = GOOD + "# FIXME: negative numbers\n"
@@ -112,7 +112,7 @@ def test_anti_stub_is_neither_trivial_nor_marked():
 
 
 def test_layout_of_other_languages_is_not_judged():
-    """Only Python has a layout here; the rest is told by words."""
+    """Only Python's layout is judged; other languages are judged by keywords."""
     quality = quality_of("fn f() {}", "fn f() {}", is_python=False)
     assert quality.canonical is None
     assert not quality.trivial

@@ -5,7 +5,7 @@ from mens_exp.evals.arms import Arm, Trial, unlike_losses
 
 
 def arm_of(tokenizer, *, val=None, text_bytes=None, metrics=(), **objective):
-    manifest = Manifest.__new__(Manifest)  # nothing else of it is asked
+    manifest = Manifest.__new__(Manifest)  # no other attribute is read
     manifest.results = {"val_text_bytes": text_bytes, "metrics": dict.fromkeys(metrics, 1.0)}
     hashes = {} if tokenizer is None else {"tokenizer_sha256": tokenizer}
     hashes |= {} if val is None else {"data.val_sha256": val}
@@ -15,7 +15,7 @@ def arm_of(tokenizer, *, val=None, text_bytes=None, metrics=(), **objective):
 
 
 def test_losses_of_preferences_compare_arms_of_one_objective_with_the_same_settings():
-    """Another beta is another loss of the same pairs."""
+    """With another beta, the loss of the same pairs is another metric."""
     told = {"name": "dpo", "labels": "dpo", "beta": 0.1, "loss": "sigmoid"}
     one = arm_of("a", **told, chunk_tokens=64)
     assert unlike_losses(one, arm_of("a", **told, chunk_tokens=8)) == {}
@@ -24,14 +24,14 @@ def test_losses_of_preferences_compare_arms_of_one_objective_with_the_same_setti
 
 
 def test_losses_in_nats_a_token_compare_arms_of_one_tokenizer():
-    """Bits a byte compare those of two; where nobody recorded one, both are taken for the same."""
+    """Bits per byte compare two tokenizers; if none is recorded, both count as the same."""
     assert unlike_losses(arm_of("a"), arm_of("a")) == {}
     assert unlike_losses(arm_of(None), arm_of(None)) == {}
     assert list(unlike_losses(arm_of("a"), arm_of("b"))) == ["val_loss"]
 
 
 def test_a_teacher_changes_training_alone():
-    """Distillation validates with the cross entropy of the tokens of objective=assistant."""
+    """Distillation validates with the same cross entropy as objective=assistant."""
     told = {"labels": "assistant", "turns": "all"}
     usual = arm_of("a", name="assistant", **told)
     assert unlike_losses(usual, arm_of("a", name="distillation", beta=0.5, **told)) == {}
@@ -40,7 +40,7 @@ def test_a_teacher_changes_training_alone():
 
 
 def test_losses_compare_arms_that_learn_the_same_tokens():
-    """How many logits exist at a time changes nothing of which tokens are learned."""
+    """The chunk size of the logits does not change which tokens are supervised."""
     answers = arm_of("a", name="assistant", labels="assistant", turns="all", chunk_tokens=64)
     assert (
         unlike_losses(answers, arm_of("a", name="assistant", labels="assistant", turns="all")) == {}
@@ -54,7 +54,7 @@ def test_losses_compare_arms_that_learn_the_same_tokens():
 
 
 def test_losses_compare_arms_that_validate_on_the_same_documents():
-    """Other rows, or rows that data.seq_len cuts, are other text, whichever factor moves them."""
+    """Other rows, or rows truncated by data.seq_len, are other text, whatever changed them."""
     of_pairs = ("val/reward_accuracy", "train/reward_accuracy")
     usual = arm_of("a", val="1", text_bytes=1000, metrics=of_pairs)
     assert unlike_losses(usual, arm_of("a", val="1", text_bytes=1000)) == {}
@@ -64,7 +64,7 @@ def test_losses_compare_arms_that_validate_on_the_same_documents():
 
 
 def test_bits_per_byte_compare_two_tokenizers_on_the_same_text():
-    """A sample of some tokens holds more text of longer tokens; a prepended space is no text."""
+    """Samples of equal tokens may differ in bytes; a prepended space is not text."""
     usual = arm_of("a", val="1", text_bytes=1000)
     assert list(unlike_losses(usual, arm_of("b", val="2", text_bytes=1009))) == ["val_loss"]
     found = unlike_losses(usual, arm_of("b", val="2", text_bytes=2940))
@@ -73,7 +73,7 @@ def test_bits_per_byte_compare_two_tokenizers_on_the_same_text():
 
 
 def test_divergences_compare_arms_of_one_teacher_and_one_divergence():
-    """A reverse KL is another figure than a forward KL; the cross entropy is no part of either."""
+    """Forward and reverse KL are different metrics; neither changes the cross entropy."""
     told = {"name": "distillation", "labels": "assistant", "metrics": ["val/divergence"]}
     usual = arm_of("a", beta=0.0, temperature=1.0, **told)
     assert unlike_losses(usual, arm_of("a", beta=0.0, temperature=1.0, ce_weight=0.5, **told)) == {}
@@ -83,7 +83,7 @@ def test_divergences_compare_arms_of_one_teacher_and_one_divergence():
 
 
 def test_hidden_states_compare_arms_of_the_same_layers():
-    """A sum over other layers is another figure; its weight in the loss is not."""
+    """The sum over other layers is another metric; its weight in the loss does not matter."""
     told = {"name": "distillation", "labels": "assistant", "metrics": ["val/hidden_mse"]}
     usual = arm_of("a", hidden_weight=1.0, hidden_layers=[1], **told)
     assert unlike_losses(usual, arm_of("a", hidden_weight=9.0, hidden_layers=[1], **told)) == {}
@@ -92,7 +92,7 @@ def test_hidden_states_compare_arms_of_the_same_layers():
 
 
 def test_margins_of_rewards_compare_arms_of_one_beta():
-    """Rewards are beta times a difference of likelihoods; which answer has more is not."""
+    """Reward margins scale with beta; the accuracy of the preferences does not."""
     told = {
         "name": "dpo",
         "labels": "dpo",

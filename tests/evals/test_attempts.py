@@ -12,7 +12,7 @@ from mens_exp.evals.suite import Item, Judgement
 
 @dataclass
 class Words:
-    """A suite whose answers must be `right`; `text` compiles, anything else does not."""
+    """A suite that accepts only `right`; `text` compiles, and nothing else does."""
 
     items: list[Item]
     name: str = "words"
@@ -39,7 +39,7 @@ class Words:
 
 
 class Replies:
-    """Answers each item with the next of its replies, and keeps what it was asked."""
+    """An engine that gives each item its next scripted reply and records the requests."""
 
     def __init__(self, **replies):
         self.replies = replies
@@ -73,7 +73,7 @@ def answered(engine, *, retries=0, samples=1):
 
 
 def test_a_right_answer_is_asked_for_once():
-    """It is valid at depth 0, though there was room for repairs."""
+    """A first answer that is right is valid at depth 0, even if repairs are allowed."""
     engine = Replies(a=["right"])
     (event,) = answered(engine, retries=3)
     assert (event["attempts"], event["repair_depth"], event["task_success"]) == (1, 0, True)
@@ -82,7 +82,7 @@ def test_a_right_answer_is_asked_for_once():
 
 
 def test_errors_are_fed_back_until_the_answer_is_right():
-    """The second conversation holds the first answer and what was wrong with it."""
+    """The repair prompt contains the first answer and its errors."""
     engine = Replies(a=["junk", "text", "right"], b=["right"])
     first, second = answered(engine, retries=4)
     assert [len(batch) for batch in engine.asked] == [2, 1, 1]
@@ -115,12 +115,12 @@ def test_errors_are_fed_back_until_the_answer_is_right():
     ],
 )
 def test_what_a_model_thinks_first_is_no_part_of_its_answer(completion, answer):
-    """Whether its prompt has opened the reasoning, or it does."""
+    """Reasoning is removed whether the prompt or the model opened it."""
     assert outside_reasoning(completion) == answer
 
 
 def test_an_answer_after_reasoning_is_judged_and_recorded_whole():
-    """The event keeps all that was said."""
+    """The event records the completion including its reasoning."""
     engine = Replies(a=["hm\n</think>\n\nright"])
     (event,) = answered(engine)
     assert event["completion"] == "hm\n</think>\n\nright"
@@ -128,7 +128,7 @@ def test_an_answer_after_reasoning_is_judged_and_recorded_whole():
 
 
 def test_repairs_end_at_their_number():
-    """Two attempts with the same errors are a stall; other errors are none."""
+    """Two attempts with the same errors count as stalled; with different errors they do not."""
     stalled, moving = answered(Replies(a=["x", "x"], b=["x", "y"]), retries=1)
     assert (stalled["attempts"], stalled["repair_stalled"]) == (2, True)
     assert (moving["attempts"], moving["repair_stalled"]) == (2, False)
@@ -138,19 +138,19 @@ def test_repairs_end_at_their_number():
 
 
 def test_a_repair_without_room_leaves_the_answer_before_it():
-    """What cannot be asked is no attempt, and is not asked again."""
+    """A repair prompt that does not fit is not counted as an attempt and not retried."""
     (event,) = answered(Replies(a=["text", "long"]), retries=5)
     assert (event["attempts"], event["completion"], event["error"]) == (1, "text", "text is wrong")
 
 
 def test_a_prompt_without_room_is_an_item_that_failed():
-    """It stays in the denominator."""
+    """An item whose prompt does not fit still counts in the denominator."""
     (event,) = answered(Replies(a=["long"]), retries=2)
     assert (event["task_success"], event["error"], event["attempts"]) == (False, "no room", 1)
 
 
 def test_samples_have_streams_of_their_own():
-    """A seed depends on item, sample and attempt, and on nothing else."""
+    """The seed of a sample depends only on run seed, item, sample and attempt."""
     engine = Replies(a=["text", "right", "right"])
     events = answered(engine, samples=2, retries=1)
     assert [event["sample"] for event in events] == [0, 1]
@@ -163,7 +163,7 @@ def test_samples_have_streams_of_their_own():
 
 
 def test_what_a_suite_does_not_measure_is_null():
-    """Each with a reason."""
+    """Every null field of an event has a reason."""
     (event,) = answered(Replies(a=["right"]))
     assert event["richness"] is event["outcome"] is None
     assert event["unknown"]["richness"] == "not measured by this suite"
@@ -173,12 +173,12 @@ def test_what_a_suite_does_not_measure_is_null():
 
 
 def test_the_style_of_an_event_is_that_of_its_last_answer():
-    """Where that cannot be read, the reason is its own too."""
+    """If the style of the last answer is unknown, the reason is that of the last answer."""
     better, worse = answered(Replies(a=["x", "y"], b=["y", "x"]), retries=1)
     assert (better["style"], better["unknown"].get("style")) == ("as y", None)
     assert (worse["style"], worse["unknown"]["style"]) == (None, "nobody can read x")
 
 
 def test_an_answer_without_errors_is_still_sent_back():
-    """It is told that it does not do the task."""
+    """The repair prompt then says that the answer does not do the task."""
     assert "it does not do the task" in repair_turns("x", [])[1]["content"]

@@ -32,7 +32,7 @@ def config(family_config):
 
 @pytest.fixture
 def subject(config, tmp_path, random_documents):
-    """A small Llama in f32 over two packed batches."""
+    """Return a small Llama in float32 with two packed batches."""
     documents = random_documents([30, 25, 40])
     shape = shape_of(config.model)
     plain = dataclasses.replace(config, quant=QuantConfig(quant_type=QuantType.none))
@@ -48,7 +48,7 @@ def subject(config, tmp_path, random_documents):
 
 
 def plant(subject):
-    """Make a module hard to quantize: a column a thousand times as large, its input as small."""
+    """Make a module hard to quantize: scale one column by 1,000 and its input by 1/1,000."""
     layer = subject.replay.causal_lm.model.layers[1]
     with torch.no_grad():
         layer.mlp.up_proj.weight[:, 0] *= 1000
@@ -60,7 +60,7 @@ def plant(subject):
 
 
 def test_module_that_is_hard_to_quantize_ranks_first(subject):
-    """Its blocks are mostly zeros afterwards; no other module comes near."""
+    """Most values in its blocks quantize to zero, and no other module has a KL near its own."""
     plant(subject)
     records = {one["path"]: one for one in attribute_modules(subject)}
     planted = records.pop(PLANTED)
@@ -73,7 +73,7 @@ def test_module_that_is_hard_to_quantize_ranks_first(subject):
 
 
 def test_loss_change_is_that_of_a_plain_forward_with_one_module_replaced(subject, config):
-    """Losses by torch over all logits, with and without; every module, to f32's rounding."""
+    """The oracle is torch's loss over all logits, with and without each module replaced."""
     model, batches = subject.replay.causal_lm, subject.replay.batches
 
     def loss():
@@ -92,7 +92,7 @@ def test_loss_change_is_that_of_a_plain_forward_with_one_module_replaced(subject
 
 
 def test_shares_sum_to_one_and_ranks_follow_kl(subject):
-    """One record for each module, in the model's order; progress is told after each."""
+    """There is one record per module in model order, and progress is reported after each."""
     told = []
     records = attribute_modules(subject, told.append)
     assert [one["path"] for one in records] == [one.path for one in subject.modules]
@@ -104,7 +104,7 @@ def test_shares_sum_to_one_and_ranks_follow_kl(subject):
 
 
 def test_double_quantization_has_its_own_part(subject):
-    """Another SQNR (of so few blocks either may win) in fewer bits than 4.5; fp4 costs more KL."""
+    """Double quantization changes the SQNR and takes under 4.5 bits; fp4 has a higher KL."""
     for one in attribute_modules(subject):
         double, plain = one["variants"]["nf4_double"], one["variants"]["nf4"]
         assert double["sqnr_db"] != plain["sqnr_db"]
@@ -117,7 +117,7 @@ def test_double_quantization_has_its_own_part(subject):
 
 
 def test_all_modules_at_once_are_the_model_that_training_loads(subject, config, tmp_path):
-    """In f32, exchanged weights and bitsandbytes' own layers: the same KL to rounding."""
+    """Replaced weights and bitsandbytes layers give the same KL in float32 up to rounding."""
     loaded = load_base(config, resolve(config.model, tmp_path), torch.device("cpu"))
     parity = parity_with(loaded, subject.replay, (0, 20))
     whole = attribute_whole(subject)["nf4_double"]
@@ -129,7 +129,7 @@ def test_all_modules_at_once_are_the_model_that_training_loads(subject, config, 
 
 
 def test_a_mixture_is_the_model_that_training_loads(subject, config, tmp_path):
-    """From its pattern the loader makes the same model; each KL alone is that of its quantizer."""
+    """Loading its type_pattern gives the same KL; each module's KL is that of its quantizer."""
     others = [variant_of(config.quant.of(one)) for one in (QuantType.nf2, QuantType.nf8)]
     (configured, *rest) = subject.variants
     mixed = ("nf4_double", "nf2", "nf8")
@@ -157,7 +157,7 @@ def test_a_mixture_is_the_model_that_training_loads(subject, config, tmp_path):
 
 
 def test_model_is_unquantized_afterwards(subject):
-    """Every weight is put back: the reference comes out again bit for bit."""
+    """All weights are restored: the reference output is bitwise equal again."""
     attribute_modules(subject)
     attribute_whole(subject)
     again = list(subject.replay.hidden_from(0))

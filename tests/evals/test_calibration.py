@@ -1,4 +1,4 @@
-"""Verdicts hold their level and their power on real scores, resampled."""
+"""Verdicts keep their level and power on resampled real scores."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ NAMES = [
 
 
 def test_the_file_holds_what_is_simulated(scores):
-    """Three kinds of real score: rare failures, rare successes, a loss."""
+    """The file has three kinds of real scores: rare failures, rare successes and a loss."""
     assert list(scores) == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("seeds", [5, 6])
 def test_verdicts_hold_level_and_power(bench, scores, name, seeds):
-    """Of 1,000 null studies at most 6.5 % get a verdict; the stated effect is found in 75-85 %."""
+    """At most 6.5 % of 1,000 null studies get a verdict; the stated effect is found in 75-85 %."""
     rates = bench["calibrated"](scores[name], seeds)
     assert rates.false <= 0.065
     assert 0.75 <= rates.found <= 0.85
-    # Why it is not the default: the percentile bootstrap over five seeds is wrong far more often.
+    # Why the percentile bootstrap is not the default: over five seeds it errs far more often.
     assert rates.bootstrap_false > rates.false
 
 
 def test_items_of_a_run_are_read_from_its_events(bench, tmp_path):
-    """Booleans by condition; what never varies cannot be simulated."""
+    """Booleans are read per condition; a score that never varies is left out."""
     lines = [
         {"condition": "tuned", "item_id": str(i), "parses": i > 0, "finished": True, "tokens_in": 3}
         for i in range(3)

@@ -191,7 +191,7 @@ ACCEPTED = {
 
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_every_style_gives_the_same_function(name, capsys):
-    """Read as what it is, and run here: these completions are this test's own."""
+    """Each style is recognized, and its function runs (these completions are trusted)."""
     completion, style = ACCEPTED[name]
     read = assemble(completion, entry_point="total", prompt=PROMPT)
     assert (read.error, read.style) == (None, style)
@@ -216,7 +216,7 @@ def test_every_style_gives_the_same_function(name, capsys):
     ],
 )
 def test_errors_of_a_completion_are_not_repaired(completion, error, parses):
-    """It stays what the model wrote."""
+    """A completion that does not parse is reported and left as it is."""
     read = assemble(completion, entry_point="total", prompt=PROMPT)
     assert read.style is None
     assert read.parses is parses
@@ -240,7 +240,7 @@ def test_errors_of_a_completion_are_not_repaired(completion, error, parses):
     ids=range(10),
 )
 def test_degenerate_text_is_read_a_hundred_times_at_most(monkeypatch, text):
-    """What small models repeat without end takes a second, not minutes, and breaks nothing."""
+    """Degenerate repetition: the text parsed is at most a hundred times as long as the input."""
     read, parse = [0], ast.parse
 
     def counted(source):
@@ -253,25 +253,25 @@ def test_degenerate_text_is_read_a_hundred_times_at_most(monkeypatch, text):
 
 
 def test_invalid_escape_is_no_warning():
-    """It is what models write, and Python accepts it."""
+    """Models write invalid escapes; Python accepts them, so no warning is raised."""
     read = assemble("    import re\n    return len(re.findall('\\d', numbers))", **TOTAL)
     assert read.style is Style.CONTINUATION
 
 
 def test_other_function_is_no_answer_to_a_task_in_words():
-    """Without a prompt of code, only the function itself is one."""
+    """If the prompt is prose, an answer must define the requested function."""
     read = assemble("def other():\n    return 1\n", entry_point="total")
     assert (read.error, read.parses) == ("no function total is defined", True)
     assert assemble(WHOLE, entry_point="total").style is Style.WHOLE
 
 
 def test_nested_function_of_that_name_is_no_answer():
-    """It must be one that the tests can call."""
+    """A nested function of that name cannot be called by the tests."""
     read = assemble("class A:\n    def total(self):\n        return 1\n", entry_point="total")
     assert read.error == "no function total is defined"
 
 
 def test_lines_keep_their_places():
-    """What is left out leaves an empty line: a traceback still tells the model's own line."""
+    """Removed code leaves empty lines, so that tracebacks keep the model's line numbers."""
     read = assemble("print(1)\n" + WHOLE + "print(2)\n\ndef last(): pass", entry_point="total")
     assert read.source == "print(1)\n" + WHOLE + "\n\ndef last(): pass"

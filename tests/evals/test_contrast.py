@@ -1,4 +1,4 @@
-"""The guard of a contrast, on contracts of real configurations."""
+"""The guard against confounded contrasts, tested on contracts of real configurations."""
 
 from __future__ import annotations
 
@@ -46,32 +46,32 @@ def backends(config, arm, reference):
     ],
 )
 def test_a_declared_factor_and_the_seed_may_differ(tiny_config, factor, one, other):
-    """Nothing else does, so nothing confounds."""
+    """A contrast that changes only its factor and the seed is not confounded."""
     found = held(tiny_config, [f"{factor}={one}", "seed=1"], [f"{factor}={other}"], factor)
     assert found == Guard(confounded_by=(), environment=(), moved_inputs=())
 
 
 def test_an_undeclared_difference_is_named(tiny_config):
-    """The rank moved beside the declared factor."""
+    """A change of the rank beside the declared factor is reported."""
     arm = ["quant.double_quant=false", "lora.r=8"]
     found = held(tiny_config, arm, [], "quant.double_quant")
     assert found.confounded_by == ("lora.r",)
 
 
 def test_a_group_is_a_factor_of_all_its_settings(tiny_config):
-    """`lora` declares rank and targets at once."""
+    """The factor `lora` covers every setting of the group, here rank and targets."""
     arm = ["lora=attention", "lora.r=8"]
     assert not held(tiny_config, arm, [], "lora").confounded_by
     assert held(tiny_config, arm, [], "lora.targets").confounded_by == ("lora.r",)
 
 
 def test_a_factor_s_name_is_whole(tiny_config):
-    """`lora.r` is not `lora.rank_pattern`, nor is `lor` the group."""
+    """A factor matches a whole name: `lora.r` is not `lora.rank_pattern`, and `lor` is no group."""
     assert held(tiny_config, ["lora.r=8"], [], "lor").confounded_by == ("lora.r",)
 
 
 def test_what_a_backend_implies_is_part_of_that_factor(tiny_config):
-    """Burn takes another quantizer, other targets and another tokenizer with it."""
+    """Burn implies another quantizer, other targets and another tokenizer."""
     found = backends(tiny_config, ["backend=burn"], ["backend=qlora"])
     assert found.confounded_by == ()
     turned = backends(tiny_config, ["backend=qlora"], ["backend=burn"])
@@ -79,14 +79,14 @@ def test_what_a_backend_implies_is_part_of_that_factor(tiny_config):
 
 
 def test_what_both_arms_share_sets_them_not_apart(tiny_config):
-    """Burn on the tokenizer of qlora: a smaller contrast, and a clean one."""
+    """An implied setting that both arms share, here the tokenizer, does not confound."""
     burn, qlora = ["backend=burn", "tokenizer=hf"], ["backend=qlora"]
     assert backends(tiny_config, burn, qlora).confounded_by == ()
     assert backends(tiny_config, qlora, burn).confounded_by == ()
 
 
 def test_a_shared_tokenizer_has_one_content(tiny_config):
-    """The factor backend may move it only where the arms differ in it."""
+    """The factor backend explains another tokenizer digest only if tokenizer.name differs."""
     implied = implied_by(
         lambda name: learned_settings(tiny_config(f"backend={name}")), "burn", "qlora"
     )
@@ -99,7 +99,7 @@ def test_a_shared_tokenizer_has_one_content(tiny_config):
 
 
 def test_what_a_backend_does_not_imply_still_confounds(tiny_config):
-    """The rate was changed by hand, and so were targets that burn would have set."""
+    """A learning rate or targets set by hand confound, even where burn sets the targets itself."""
     arm = ["backend=burn", "optim.lr=1e-3"]
     assert backends(tiny_config, arm, ["backend=qlora"]).confounded_by == ("optim.lr",)
     arm = ["backend=burn", "lora.targets=[q_proj]"]
@@ -107,13 +107,13 @@ def test_what_a_backend_does_not_imply_still_confounds(tiny_config):
 
 
 def test_without_the_backend_as_factor_its_implications_confound(tiny_config):
-    """Double quantization alone does not make burn of qlora."""
+    """With double quantization as the factor, the other settings of burn confound."""
     found = held(tiny_config, ["backend=burn"], [], "quant.double_quant")
     assert {"backend.name", "quant.quant_type", "tokenizer.name"} <= set(found.confounded_by)
 
 
 def test_other_rows_confound_whatever_the_contract_says(tiny_config):
-    """The same settings, another content."""
+    """Equal settings with other row contents are confounded."""
     config = tiny_config()
     arm = side(config, **{"data.rows_sha256": "others"})
     found = guard(arm, side(config), ["optim.lr"])
@@ -121,7 +121,7 @@ def test_other_rows_confound_whatever_the_contract_says(tiny_config):
 
 
 def test_a_base_of_another_configuration_confounds_where_both_recorded_it(tiny_config):
-    """Runs of an earlier release recorded no hash of config.json."""
+    """Digests of config.json are compared only if both records have one (old ones have not)."""
     one, other = ({"base_config_sha256": text} for text in ("one", "other"))
     arm, reference = side(tiny_config(), **one), side(tiny_config(), **other)
     named = ("another content of base_config_sha256",)
@@ -130,7 +130,7 @@ def test_a_base_of_another_configuration_confounds_where_both_recorded_it(tiny_c
 
 
 def test_an_objective_brings_its_teacher(tiny_config):
-    """Another factor does not: arms with other teachers are then confounded."""
+    """The factor objective covers the teacher; with any other factor, another teacher confounds."""
     arm = side(tiny_config("objective=distillation"), **{"teacher.weights_sha256": "one"})
     found = guard(arm, side(tiny_config()), ["objective"])
     assert (found.confounded_by, found.moved_inputs) == ((), ("teacher.weights_sha256",))
@@ -141,7 +141,7 @@ def test_an_objective_brings_its_teacher(tiny_config):
 
 
 def test_a_length_moves_documents_but_never_rows(tiny_config):
-    """Documents are cut at another length by the factor itself; other rows are no part of it."""
+    """data.seq_len may change how documents are cut, but not the digest of the rows."""
     arm = side(tiny_config("data.seq_len=64"), **{"data.train_sha256": "cut"})
     reference = side(tiny_config("data.seq_len=32"))
     found = guard(arm, reference, ["data.seq_len"])
@@ -151,7 +151,7 @@ def test_a_length_moves_documents_but_never_rows(tiny_config):
 
 
 def test_another_machine_is_labelled_and_refuses_nothing(tiny_config):
-    """Versions and processor, by name."""
+    """Other versions and processors are listed by name but do not confound."""
     arm = side(tiny_config())
     arm["provenance"] = {"commit": "d", "packages": {"torch": "2.7"}, "cpu": {"model": "y"}}
     found = guard(arm, side(tiny_config()), ["optim.lr"])
@@ -160,7 +160,7 @@ def test_another_machine_is_labelled_and_refuses_nothing(tiny_config):
 
 
 def test_steps_in_other_forms_are_labelled_and_refuse_nothing(tiny_config):
-    """Those that differ, by name; a record of an earlier release names none."""
+    """Other forms of the steps are listed by name; records of earlier releases have none."""
     forms = {"attention": "by document 1", "dropout": "SFC64, 15 bits"}
     arm = side(tiny_config()) | {"numerics": forms}
     reference = side(tiny_config()) | {"numerics": forms | {"attention": "blocks of queries 1"}}
@@ -173,7 +173,7 @@ def test_steps_in_other_forms_are_labelled_and_refuse_nothing(tiny_config):
 
 
 def test_an_edited_part_confounds_though_no_setting_differs(tiny_config):
-    """The digest covers the parts too."""
+    """Editing a part of the recorded contract confounds even if all settings agree."""
     arm = side(tiny_config())
     arm["contract"]["adapter"]["method"] = "another"
     found = guard(arm, side(tiny_config()), ["optim.lr"])
@@ -181,7 +181,7 @@ def test_an_edited_part_confounds_though_no_setting_differs(tiny_config):
 
 
 def other(value):
-    """Return another value of the same type."""
+    """Return a different value of the same type."""
     if isinstance(value, Enum):
         return next(one for one in type(value) if one is not value)
     if isinstance(value, bool):
@@ -207,7 +207,7 @@ LEAVES = (
 
 @pytest.mark.parametrize("path", LEAVES.split())
 def test_any_setting_put_into_the_other_s_record_gives_its_digest(tiny_config, path):
-    """Every part of a contract that is made of a setting moves with it."""
+    """The other record with this one setting replaced has the digest of this record."""
     reference, arm = tiny_config(), tiny_config()
     *groups, name = path.split(".")
     parent = arm
@@ -220,7 +220,7 @@ def test_any_setting_put_into_the_other_s_record_gives_its_digest(tiny_config, p
 
 
 def test_records_are_left_as_they_were(tiny_config):
-    """The guard works on copies."""
+    """The guard does not modify the records it is given."""
     mine, theirs = (contract_of(tiny_config(f"lora.r={r}")).record() for r in (4, 8))
     before = copy.deepcopy((mine, theirs))
     applied(without_seed(mine), without_seed(theirs), ["lora.r"])

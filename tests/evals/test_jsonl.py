@@ -17,7 +17,7 @@ DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
 @pytest.fixture
 def suite_of(tmp_path):
-    """Read rows from a file, judged as told."""
+    """Write rows to a file and return the suite with the given check."""
 
     def made(*rows, check="exact", function=None):
         path = tmp_path / "rows.jsonl"
@@ -56,7 +56,7 @@ SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "require
     ],
 )
 def test_each_check_accepts_and_refuses(suite_of, check, expected, good, bad):
-    """A right answer has no error; a wrong one has one that does not give the answer away."""
+    """The correct answer has no error; a wrong one has an error that does not reveal the answer."""
     suite = suite_of({"prompt": "?", "expected": expected}, check=check)
     assert [one.success for one in judged(suite, *good)] == [True] * len(good)
     wrong = judged(suite, *bad)
@@ -65,7 +65,7 @@ def test_each_check_accepts_and_refuses(suite_of, check, expected, good, bad):
 
 
 def test_json_that_does_not_parse_does_not_compile(suite_of):
-    """Of other checks nothing compiles, and that is null with a reason."""
+    """Only json_schema has a notion of compiling; for other checks it is null with a reason."""
     suite = suite_of({"prompt": "?", "expected": SCHEMA}, check="json_schema")
     assert [one.compiles for one in judged(suite, '{"age": 1}', "{")] == [True, False]
     endless = ["[" * 5000, "[" * 900 + "]" * 900, "[NaN]", "-Infinity"]
@@ -80,7 +80,7 @@ def test_json_that_does_not_parse_does_not_compile(suite_of):
 
 
 def test_a_function_of_the_user_judges(suite_of, tmp_path):
-    """It returns a verdict, or what is wrong; the file is part of the digest."""
+    """A user's function returns a verdict or an error; its file enters the digest."""
     file = tmp_path / "checks.py"
     file.write_text(
         "def close(prompt, expected, answer):\n"
@@ -103,7 +103,7 @@ def test_a_function_of_the_user_judges(suite_of, tmp_path):
     more += "\nlog.write_text(log.read_text() + '.')"
     file.write_text(f"{file.read_text()}\n{more}\n")
     suite_of(row, row, row, check="function", function=f"{file}:close")
-    assert log.read_text() == "."  # once, however many rows
+    assert log.read_text() == "."  # once for all rows
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_a_function_that_is_not_there_is_refused(
     function,
     said,
 ):
-    """The message names it and says why."""
+    """The message names the function and says why it cannot be loaded."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "checks.py").write_text("def f(prompt, expected, answer): return 1\n")
     (tmp_path / "broken.py").write_text("1 / 0\n")
@@ -133,7 +133,7 @@ def test_a_function_that_is_not_there_is_refused(
     ("body", "found"), [("return 1", "1"), ("raise KeyError('x')", "KeyError")]
 )
 def test_a_function_without_a_verdict_ends_the_evaluation(suite_of, tmp_path, body, found):
-    """A fault of it is no zero."""
+    """An exception in the user's function is not scored as a wrong answer."""
     file = tmp_path / "checks.py"
     file.write_text(f"def f(prompt, expected, answer): {body}\n")
     suite = suite_of({"prompt": "?", "expected": 1}, check="function", function=f"{file}:f")
@@ -142,7 +142,7 @@ def test_a_function_without_a_verdict_ends_the_evaluation(suite_of, tmp_path, bo
 
 
 def test_rows_keep_their_names_turns_and_groups(suite_of):
-    """A name, or the number of the line; turns as they stand; a check of its own."""
+    """The id defaults to the line number; turns stay as given; a row may have its own check."""
     turns = [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "Hello"},
@@ -181,20 +181,20 @@ def test_rows_keep_their_names_turns_and_groups(suite_of):
     ],
 )
 def test_a_row_that_is_none_is_refused(suite_of, row, message):
-    """With its place."""
+    """The error gives the line of the bad row."""
     with pytest.raises((DataError, Problems), match=message) as caught:
         suite_of(row)
     assert "rows.jsonl" in str(caught.value)
 
 
 def test_two_rows_of_one_name_are_refused(suite_of):
-    """A number of a line counts as a name."""
+    """A line number that serves as an id counts too."""
     with pytest.raises(DataError, match=r"rows\.jsonl:2: id: .*already exists"):
         suite_of({"prompt": "?", "expected": "x"}, {"id": "1", "prompt": "!", "expected": "x"})
 
 
 def test_no_row_is_refused(suite_of):
-    """An empty file is no suite."""
+    """An empty file is refused."""
     with pytest.raises(DataError, match="contains no rows"):
         suite_of()
 
@@ -202,7 +202,7 @@ def test_no_row_is_refused(suite_of):
 def test_a_pattern_that_an_empty_answer_matches_fails_the_test_of_the_suite(
     suite_of,
 ):
-    """So does a reference that its own check refuses."""
+    """So does a reference that fails its own check."""
     stub = suite_of({"prompt": "?", "expected": "a*", "check": "regex"}).self_test(None)
     assert stub.problem == "empty answers judged right: 1 (1 in all)"
     row = {"prompt": "?", "expected": "^a$", "check": "regex", "reference": "b"}
@@ -231,7 +231,7 @@ def test_a_pattern_that_an_empty_answer_matches_fails_the_test_of_the_suite(
 def test_a_pattern_that_never_ends_on_an_answer_is_refused(
     suite_of, monkeypatch, check, expected, answer
 ):
-    """No answer of a model can hold up the evaluation."""
+    """A pattern with catastrophic backtracking cannot hang the evaluation."""
     monkeypatch.setattr(untrusted_input, "_MOST_S", 0.3)
     suite = suite_of({"prompt": "?", "expected": expected}, check=check)
 
@@ -245,7 +245,7 @@ def test_a_pattern_that_never_ends_on_an_answer_is_refused(
 
 
 def test_patterns_of_a_schema_are_searched_for(suite_of):
-    """They match anywhere in a text or a key, as JSON schemas have it."""
+    """A pattern may match anywhere in a string or key, as JSON Schema specifies."""
     schema = {"patternProperties": {"^n": {"type": "integer"}, "t": {"pattern": "b[0-9]"}}}
     suite = suite_of({"prompt": "?", "expected": schema}, check="json_schema")
     good, number, text = '{"n": 1, "at": "ab1"}', '{"no": "1"}', '{"at": "ab"}'
@@ -254,7 +254,7 @@ def test_patterns_of_a_schema_are_searched_for(suite_of):
 
 @pytest.mark.parametrize("ref", ["https://evil.example/s.json", "file:///etc/passwd", "other.json"])
 def test_a_schema_fetches_nothing(suite_of, monkeypatch, ref):
-    """The library itself would open what a reference names."""
+    """A remote `$ref`, which the library itself would open, is not fetched."""
     monkeypatch.setattr("urllib.request.urlopen", lambda *_: pytest.fail("it went out"))
     said = rf"refers to a schema that is not in it: {re.escape(ref)}; put the schema into \$defs"
     with pytest.raises((DataError, Problems), match=said):
@@ -264,7 +264,7 @@ def test_a_schema_fetches_nothing(suite_of, monkeypatch, ref):
 
 
 def test_a_schema_refers_to_its_own_parts(suite_of):
-    """By their place, by the name that they give themselves, and to the draft's own schema."""
+    """A `$ref` may use a local path, the schema's own `$id`, or the draft's meta-schema."""
     part = {"$id": "https://evil.example/part.json", "type": "integer"}
     refs = ("#/$defs/part", "https://evil.example/part.json")
     draft = "https://json-schema.org/draft/2020-12/schema"
@@ -276,7 +276,7 @@ def test_a_schema_refers_to_its_own_parts(suite_of):
 
 
 def test_a_reference_to_a_part_that_is_not_there_is_named(suite_of):
-    """As soon as an answer would be held against it."""
+    """A missing `$ref` target is reported when the first answer is validated."""
     schema = {"properties": {"a": {"$ref": "#/$defs/part"}}}
     suite = suite_of({"prompt": "?", "expected": schema}, check="json_schema")
     with pytest.raises(DataError, match=r"a part that is missing.*/\$defs/part"):

@@ -11,14 +11,14 @@ from mens_exp.evals.kpis import SUMMARY_KPIS, pass_at_k, percentile, summarise
 
 
 def event(**changes):
-    """One attempt that does the task at once."""
+    """Return the event of an item that succeeds at its first attempt."""
     solved = dict.fromkeys(("pass_1", "task_success", "semantic_task_success"), True)
     return item_event(**{**solved, "time_to_first_valid_ms": 12.0, **changes})
 
 
 @pytest.mark.parametrize(("n", "c", "k"), [(5, 2, 3), (4, 0, 2), (4, 4, 1), (6, 1, 6), (3, 2, 2)])
 def test_pass_at_k_is_the_share_of_draws_with_a_correct_one(n, c, k):
-    """Counted over every way to choose k of the n samples."""
+    """The oracle counts every way to choose k of the n samples."""
     draws = list(itertools.combinations([True] * c + [False] * (n - c), k))
     assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, draws)) / len(draws), abs=1e-12)
 
@@ -28,12 +28,12 @@ def test_pass_at_k_is_the_share_of_draws_with_a_correct_one(n, c, k):
     [([3.0], 0.95, 3.0), ([4, 1, 3, 2], 0.5, 2.5), ([0, 10], 0.95, 9.5), (range(101), 0.95, 95)],
 )
 def test_a_percentile_lies_between_its_neighbours(values, share, expected):
-    """Linear, as numpy's own."""
+    """Percentiles are interpolated linearly, as by numpy."""
     assert percentile(list(values), share) == pytest.approx(expected)
 
 
 def test_findings_of_a_linter_are_summed_up():
-    """The share is of all answers, the mean of those that compile; no linter, no KPI."""
+    """The clean share is of all answers, the mean of those that compile; no linter, no KPI."""
     reason = {"lint_warnings": "it does not compile"}
     events = [
         event(item_id="a", lint_clean=True, lint_warnings=0, lints=[]),
@@ -50,7 +50,7 @@ def test_findings_of_a_linter_are_summed_up():
 
 
 def test_every_kpi_is_summed_up():
-    """Three of four by hand: one is repaired, one is never valid."""
+    """Values worked out by hand: of four items, three succeed, one after a repair."""
     events = [
         event(item_id="a", latency_ms=10.0),
         event(
@@ -115,7 +115,7 @@ def test_every_kpi_is_summed_up():
 
 
 def test_samples_of_an_item_count_together():
-    """Of two samples, one item has one that is right, the other none."""
+    """Of two samples each, one item has one correct and the other has none."""
     events = [event(item_id="a"), event(item_id="a", pass_1=False, task_success=False)]
     events += [event(item_id="b", pass_1=False, task_success=False) for _ in range(2)]
     kpis, _ = summarise(events, items=2, samples=2, max_retries=0)
@@ -123,7 +123,7 @@ def test_samples_of_an_item_count_together():
 
 
 def test_what_one_item_lacks_the_condition_lacks():
-    """It is null and says of how many; nothing is averaged over the rest."""
+    """If one item is unknown the metric is null, and the reason says of how many."""
     lacking = event(item_id="b", task_success=None, unknown={"task_success": "no sandbox"})
     kpis, unknown = summarise([event(), lacking], items=2, samples=1, max_retries=0)
     assert kpis["task_success"] is None
@@ -133,7 +133,7 @@ def test_what_one_item_lacks_the_condition_lacks():
 
 
 def test_nothing_valid_has_no_time_to_it():
-    """A median over none is unknown."""
+    """If nothing is valid, the median time to the first valid answer is unknown."""
     never = event(
         repair_depth=None,
         time_to_first_valid_ms=None,
@@ -146,7 +146,7 @@ def test_nothing_valid_has_no_time_to_it():
 
 
 def test_groups_have_a_success_of_their_own():
-    """Each over its own items."""
+    """The success of a group is the mean over its own items."""
     events = [
         event(item_id="a", group="write"),
         event(item_id="b", group="repair", task_success=False),
@@ -157,7 +157,7 @@ def test_groups_have_a_success_of_their_own():
 
 
 def test_the_documentation_explains_every_kpi_of_a_scorecard():
-    """In the table of how-to/suites.md, under the scorecard's own name."""
+    """Each KPI is in the table of how-to/suites.md under its name in the scorecard."""
     page = (Path(__file__).parents[2] / "docs" / "how-to" / "suites.md").read_text("utf-8")
     first_cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     explained = {name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)}

@@ -22,7 +22,7 @@ def suite():
 
 
 def test_the_tasks_are_those_of_the_benchmark(suite):
-    """The same ones everywhere; the first of the repairs comes second round."""
+    """The items equal the benchmark's tasks; two of twelve are repairs."""
     tasks = benchmark_tasks(0, 12, 0.25)
     assert [item.id for item in suite.items] == [task.id for task in tasks]
     assert [item.prompt for item in suite.items] == [task.prompt for task in tasks]
@@ -30,13 +30,13 @@ def test_the_tasks_are_those_of_the_benchmark(suite):
 
 
 def test_more_tasks_keep_the_ones_there_were(suite):
-    """The first ones of a larger count."""
+    """A larger suite starts with the tasks of a smaller one."""
     larger = mini_python(MiniPythonSuite(items=16))
     assert larger.items[:12] == suite.items
 
 
 def test_the_digest_is_that_of_tasks_and_limit(suite):
-    """Another seed, share, count or limit is another suite; the batch is not in it."""
+    """Seed, share of repairs, count and limit enter the digest; the batch size does not."""
     first = suite.digest
     assert mini_python(MiniPythonSuite(items=12, batch_size=1)).digest == first
     others = [
@@ -50,7 +50,7 @@ def test_the_digest_is_that_of_tasks_and_limit(suite):
 
 
 def test_references_pass_in_every_style_and_stubs_fail(suite, runner):
-    """All of them: what fails its own test is not scored."""
+    """The self-test covers all tasks: one whose reference fails is not scored."""
     result = suite.self_test(runner)
     assert result is not None
     assert result.problem is None
@@ -60,7 +60,7 @@ def test_references_pass_in_every_style_and_stubs_fail(suite, runner):
 
 
 def test_a_suite_whose_reference_is_wrong_fails_its_own_test(suite, runner):
-    """So does one whose tests a stub passes."""
+    """So does a suite whose tests accept a stub."""
     name, task = next(iter(suite.tasks.items()))
     from dataclasses import replace
 
@@ -77,7 +77,7 @@ def test_a_suite_whose_reference_is_wrong_fails_its_own_test(suite, runner):
 
 
 def test_answers_are_judged_by_their_tests(suite, runner):
-    """A solution, the same with a marker, a stub, and what does not parse."""
+    """Answers: a solution, a solution with a marker, a stub, and text that does not parse."""
     item = suite.items[0]
     task = suite.tasks[item.id]
     marked = f"```python\n{task.solution}\n# TODO: more\n```"
@@ -96,7 +96,7 @@ def test_answers_are_judged_by_their_tests(suite, runner):
 
 @pytest.fixture(scope="module")
 def of_functions():
-    """Twenty-one tasks that ask for a function."""
+    """Return twenty-one tasks that ask for a function."""
     tasks = mini_python(MiniPythonSuite(items=60)).tasks
     wanted = {n: t for n, t in tasks.items() if f"def {t.entry_point}(" in t.solution}
     chosen = dict(itertools.islice(wanted.items(), 21))
@@ -105,7 +105,7 @@ def of_functions():
 
 
 def judged(suite, said, runner):
-    """Judge what is said to each task, given its solution and a wrong draft."""
+    """Judge the text made for each task from its solution and a wrong draft."""
     answers = [
         Answer(item=item, text=said(item.reference.rstrip(), draft))
         for item in suite.items
@@ -128,7 +128,7 @@ def judged(suite, said, runner):
     ids=range(7),
 )
 def test_a_draft_before_the_right_answer_does_not_count(of_functions, runner, text):
-    """In reasoning, whoever opened it, or in a block that a later one corrects; one was cut."""
+    """A wrong draft in the reasoning or in an earlier block is ignored."""
     said = lambda right, draft: text.replace("{draft}", draft).replace("{right}", right)  # noqa: E731
     assert all(judged(of_functions, said, runner))
 
@@ -145,13 +145,13 @@ def test_a_draft_before_the_right_answer_does_not_count(of_functions, runner, te
     ids=range(5),
 )
 def test_a_right_draft_does_not_save_a_wrong_answer(of_functions, runner, text):
-    """The last word counts, also where it is no Python, or where there is none."""
+    """Only the last answer counts, even if it is not Python or is empty."""
     said = lambda right, draft: text.replace("{draft}", draft).replace("{right}", right)  # noqa: E731
     assert not any(judged(of_functions, said, runner))
 
 
 def test_a_method_of_class_solution_is_the_function(of_functions, runner):
-    """As such tasks are answered elsewhere; its examples below are not run."""
+    """A method of class Solution is accepted; the examples below it are not run."""
 
     def said(right, draft):
         name = re.findall(r"def (\w+)", draft)[0]
@@ -165,7 +165,7 @@ def test_a_method_of_class_solution_is_the_function(of_functions, runner):
 
 
 def test_without_a_sandbox_syntax_is_still_measured(suite):
-    """What needs execution is null and says what to do."""
+    """Metrics that need execution are null, and the reason says what to install."""
     item = suite.items[0]
     good, broken = suite.judge(
         [Answer(item=item, text=item.reference), Answer(item=item, text="def f(:")], None
@@ -178,7 +178,7 @@ def test_without_a_sandbox_syntax_is_still_measured(suite):
 
 
 def test_a_class_is_read_in_every_style_too(runner):
-    """Its stub is a class without anything in it."""
+    """A class task is read in every style; its stub is an empty class."""
     tasks = mini_python(MiniPythonSuite(items=200)).tasks
     name, task = next(one for one in tasks.items() if "\nclass " in f"\n{one[1].solution}")
     result = MiniPython(tasks={name: task}, max_new_tokens=9).self_test(runner)

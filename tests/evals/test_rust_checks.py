@@ -60,7 +60,7 @@ def tasks(tmp_path):
 
 
 def test_task_is_read(tasks):
-    """Its function is the one that its prompt leaves open."""
+    """The entry point is the function that the prompt leaves open."""
     assert [task.entry_point for task in tasks] == ["double", "count", "brace"]
     assert tasks[0].id == "HumanEval_0_double"
     assert tasks[0].tests.startswith("\n\nfn main() {")
@@ -79,7 +79,7 @@ def test_task_is_read(tasks):
     ],
 )
 def test_line_that_is_no_task_is_refused(tmp_path, row):
-    """With file and line, and all of them at once."""
+    """All bad lines are reported at once, each with file and line."""
     path = stored(tmp_path / "tasks.jsonl", DOUBLE, row, row)
     with pytest.raises(Problems) as caught:
         read_rust_tasks(path)
@@ -88,14 +88,14 @@ def test_line_that_is_no_task_is_refused(tmp_path, row):
 
 
 def test_file_without_tasks_is_refused(tmp_path):
-    """An empty suite measures nothing."""
+    """An empty file is refused, since it measures nothing."""
     with pytest.raises(DataError, match="no task"):
         read_rust_tasks(stored(tmp_path / "tasks.jsonl"))
 
 
 @pytest.mark.parametrize("tools", [[], ["rustc"]])
 def test_missing_compiler_is_named(monkeypatch, tmp_path, tools):
-    """Exit code 3; a compiler without a linker does not do."""
+    """The error exits with code 3, also if rustc has no linker."""
     for name in tools:
         (tmp_path / name).symlink_to("/bin/true")
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -148,14 +148,14 @@ ACCEPTED = {
 
 
 def test_every_style_passes(sandbox, rust, tasks):
-    """Read as what it is, compiled and run."""
+    """Each style is recognized, compiled and run."""
     found = check_rust(sandbox, rust, tasks[:1] * len(ACCEPTED), list(ACCEPTED.values()), LIMITS)
     wrong = {n: one for n, one in zip(ACCEPTED, found, strict=True) if one.verdict != "passed"}
     assert wrong == {}
 
 
 VERDICTS = {
-    "    x * 3": (Verdict.ASSERTION, "left == right"),  # worded otherwise before Rust 1.73
+    "    x * 3": (Verdict.ASSERTION, "left == right"),  # the message differs before Rust 1.73
     "    todo!()": (Verdict.EXCEPTION, "not yet implemented"),
     "    let none: Option<isize> = None;\n    none.unwrap()": (Verdict.EXCEPTION, "unwrap"),
     "    x *": (Verdict.COMPILE_ERROR, "error: "),
@@ -169,21 +169,21 @@ VERDICTS = {
 
 
 def test_verdict_says_what_happened(sandbox, rust, tasks):
-    """The compiler's word, the panic's, or what ended it."""
+    """The detail is the compiler's message, the panic's, or the limit that ended the program."""
     found = check_rust(sandbox, rust, tasks[:1] * len(VERDICTS), list(VERDICTS), LIMITS)
     for (verdict, detail), one in zip(VERDICTS.values(), found, strict=True):
         assert (one.verdict, detail in (one.detail or "")) == (verdict, True), one
 
 
 def test_endless_program_and_endless_wait_end(sandbox, rust, tasks):
-    """The limits hold for what was compiled too."""
+    """Time limits apply to compiled programs too."""
     limits = Limits(memory_mib=1024, cpu_s=2, wall_s=20, processes=64, file_mib=64)
     (found,) = check_rust(sandbox, rust, tasks[:1], ["    loop {}"], limits)
     assert found.verdict is Verdict.TIMEOUT
 
 
 def test_imports_and_braces_of_other_tasks(sandbox, rust, tasks):
-    """The prompt's imports serve a whole function, and a brace in a text closes nothing."""
+    """A whole function may use the prompt's imports; a brace in a string is not a block's end."""
     whole = f"fn count(text: String) -> HashMap<char, isize> {{\n{COUNT_BODY}}}\n"
     chosen = [tasks[1], tasks[1], tasks[2], tasks[2]]
     texts = [COUNT_BODY, whole, '    String::from("{}}")\n}\n', "    String::new()\n}\n"]
@@ -195,7 +195,7 @@ def test_imports_and_braces_of_other_tasks(sandbox, rust, tasks):
 
 
 def test_main_of_the_completion_is_left_out():
-    """The tests bring their own; items beside it stay."""
+    """The completion's `main` is removed, since the tests have one; other items are kept."""
     text = f"{WHOLE}\nfn main() {{\n    if true {{ }}\n}}\n\nfn more() {{}}\n"
     items = assemble_rust(text, prompt=str(DOUBLE["prompt"]), entry_point="double")
     assert "main" not in items
@@ -204,7 +204,7 @@ def test_main_of_the_completion_is_left_out():
 
 
 def test_limits_are_never_lowered():
-    """A compiler needs more than a small program, and gets what was given above that."""
+    """Limits are raised to what a compiler needs; higher ones are kept."""
     assert least_rust_limits(Limits(wall_s=99, output_kib=3)) == Limits(
         memory_mib=1024, cpu_s=30, wall_s=99, processes=64, output_kib=3, file_mib=64
     )

@@ -1,4 +1,4 @@
-"""Clippy in suite=rust: what it finds, and answers that would have it find nothing."""
+"""Clippy in suite=rust: its findings, and answers that try to suppress them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mens_exp.evals.rust_suite import rust_suite
 from mens_exp.evals.suite import Answer
 from mens_exp.sandbox.program import find_clippy, find_rust
 
-# The documentation has two findings of Clippy's that no answer can be blamed for.
+# Clippy has two findings in the documentation, which are not the answer's fault.
 TRIPLE = {
     "name": "Own_0_triple",
     "prompt": "/// Three times a number:\n/// - one\n/// two.\nfn triple(x: isize) -> isize {\n",
@@ -31,7 +31,7 @@ WHOLE = "fn triple(x: isize) -> isize {\n    return x * 3;\n}\n"
 TIDY = f"fn triple(x: isize) -> isize {{\n{CLEAN}}}\n"
 DOCUMENTED = f"/// Three times a number:\n/// - one\n/// two.\n{TIDY}"
 
-# Each of these compiles, passes the tests, and has a needless `return`.
+# Each of these compiles, passes the tests and has a needless `return`.
 ATTACKS = {
     "allow on the crate": f"#![allow(warnings, clippy::all)]\n{WHOLE}",
     "allow on the function": f"#[allow(clippy::needless_return)]\n{WHOLE}",
@@ -75,7 +75,7 @@ def judged(suite, runner, *texts):
 
 
 def test_findings_of_an_answer_are_counted_and_named(suite, runner):
-    """The task's own lines and tests have findings too, and they are nobody's."""
+    """Findings in the task's own lines and tests are not counted."""
     found = judged(
         *(suite, runner, CLEAN, DOCUMENTED, DIRTY, WHOLE),
         "    let y = 1;\n    if x == 0 { return 0; }\n    return x * 3;\n",
@@ -96,7 +96,7 @@ def test_findings_of_an_answer_are_counted_and_named(suite, runner):
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_answer_cannot_turn_the_lints_off(suite, runner, attack):
-    """It passes its tests, and is not clean."""
+    """An answer that suppresses the lints passes its tests but is not clean."""
     (one,) = judged(suite, runner, ATTACKS[attack])
     assert one.success is True, one.errors
     assert one.lint_clean is False
@@ -104,7 +104,7 @@ def test_answer_cannot_turn_the_lints_off(suite, runner, attack):
 
 
 def test_attacks_do_silence_plain_clippy(tools, tmp_path):
-    """An attack that would fail against `clippy-driver` as it comes shows nothing."""
+    """Control: the attacks do silence plain `clippy-driver`."""
     _, clippy = tools
     silent = []
     for name in ("allow on the crate", "another program for clippy", "clippy hidden in a macro"):
@@ -125,7 +125,7 @@ def test_attacks_do_silence_plain_clippy(tools, tmp_path):
 
 
 def test_plain_clippy_agrees(suite, runner, tools, tmp_path):
-    """Its own count of an answer's warnings, where nothing of the task's is near."""
+    """The oracle is the warning count of `clippy-driver` on the answer alone."""
     _, clippy = tools
     body = "    let mut v: Vec<isize> = Vec::new();\n    if v.len() == 0 {}\n    return x * 3;\n"
     source = tmp_path / "a.rs"
@@ -143,7 +143,7 @@ def test_plain_clippy_agrees(suite, runner, tools, tmp_path):
 
 
 def test_clippy_changes_no_verdict(suite, runner):
-    """What the compiler refuses under the answer's own levels is refused still."""
+    """Compile errors under the answer's own lint levels remain compile errors."""
     text = "    #![deny(unused)]\n    let y = 1;\n    x * 3\n"
     with_lints = judged(suite, runner, CLEAN, text)
     without = judged(replace(suite, clippy=None), runner, CLEAN, text)
@@ -153,7 +153,7 @@ def test_clippy_changes_no_verdict(suite, runner):
 
 
 def test_version_and_lints_enter_the_digest(suite, tools):
-    """A suite that lints is another one, also under another Clippy."""
+    """Linting and the version of Clippy change the suite's digest."""
     _, clippy = tools
     newer = replace(suite, clippy=replace(clippy, version="clippy 9"))
     assert len({one.digest for one in (suite, newer, replace(suite, clippy=None))}) == 3
@@ -162,7 +162,7 @@ def test_version_and_lints_enter_the_digest(suite, tools):
 
 
 def test_suite_tests_its_linter(suite, runner, tmp_path):
-    """A Clippy that finds nothing, as one whose findings are not read, scores nothing."""
+    """The self-test fails if Clippy reports nothing, and then nothing is scored."""
     fine = suite.self_test(runner)
     assert fine is not None
     assert fine.problem is None
@@ -174,7 +174,7 @@ def test_suite_tests_its_linter(suite, runner, tmp_path):
 
 
 def test_missing_clippy_is_an_error_of_the_environment(tools, tmp_path):
-    """Exit code 3, with how to install it; the suite without lints needs none."""
+    """The error exits with code 3 and says how to install it; without lints none is needed."""
     toolchain, _ = tools
     with pytest.raises(SetupError, match="rustup component add clippy") as caught:
         find_clippy(replace(toolchain, sysroot=str(tmp_path)))
@@ -183,14 +183,14 @@ def test_missing_clippy_is_an_error_of_the_environment(tools, tmp_path):
 
 
 def test_without_a_sandbox_nothing_is_linted(suite):
-    """Null, with the reason."""
+    """Without a sandbox the lints are null with a reason."""
     (one,) = suite.judge([Answer(item=suite.items[0], text=CLEAN)], None)
     assert one.lint_clean is one.lints is None
     assert "no sandbox" in one.unknown["lint_clean"]
 
 
 def test_command_without_clippy_ends_with_exit_code_3(tmp_path, monkeypatch, capsys):
-    """A toolchain that has none: told before anything is loaded, never a silent pass."""
+    """A toolchain without Clippy is reported before anything is loaded."""
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text(json.dumps(TRIPLE) + "\n")
     sysroot = tmp_path / "sysroot"

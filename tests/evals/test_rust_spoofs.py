@@ -1,4 +1,4 @@
-"""Wrong Rust answers that try to be scored `passed`: each must be scored as anything else.
+"""Wrong Rust answers that try to be scored `passed`; each must get another verdict.
 
 The values of the task follow from nothing, so that an answer that passes has found them, or has
 forged the verdict. Every answer defines `target`; none computes it.
@@ -51,7 +51,7 @@ RIGHT = """\
         _ => 0,
     }
 """
-# Each word of the process, on each open file, as the graders of version 4 and before printed it.
+# Each printed word of graders up to version 4, written to every open file descriptor.
 FORGE = """
 fn forge() -> ! {
     use std::io::{Read, Seek, Write};
@@ -86,7 +86,7 @@ macro_rules! assert_eq { ($($x:tt)*) => {{}}; }
 macro_rules! assert_ne { ($($x:tt)*) => {{}}; }
 macro_rules! assert { ($($x:tt)*) => {{}}; }
 """
-# A value that says it equals everything.
+# A value that claims to equal everything.
 YES = """
 #[derive(Debug, Clone, Copy)]
 struct Yes;
@@ -416,7 +416,7 @@ DOUBLING = above(
     "macro_rules! twice { ($($x:tt)*) => { twice!($($x)* $($x)*) }; }\n",
     f"{HEAD}    twice!(1 +)\n}}\n",
 )
-# What an answer's process may write where the grader of version 5 reads: replies of every form.
+# What an answer's process may write to the grader of version 5: replies of every form.
 SEND = """
 fn send(bytes: &[u8]) {
     use std::io::Write;
@@ -508,16 +508,16 @@ def graded(sandbox, rust, texts, task=TASK, **limits):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_wrong_answer_is_not_scored_passed(sandbox, rust, kind):
-    """Whatever it prints, redefines, reads or ends."""
+    """A wrong answer never passes, whatever it prints, redefines, reads or terminates."""
     texts = {name: text for name, text in SPOOFS.items() if name.startswith(f"{kind}:")}
-    limits = {"cpu_s": 2} if kind == "channel" else {}  # one of them never ends
+    limits = {"cpu_s": 2} if kind == "channel" else {}  # one of them runs forever
     found = graded(sandbox, rust, list(texts.values()), **limits)
     passed = [n for n, one in zip(texts, found, strict=True) if one.verdict is Verdict.PASSED]
     assert passed == []
 
 
 def test_right_answer_passes(sandbox, rust):
-    """Also where it defines names that the attacks redefine."""
+    """The right answer passes even if it defines names that the attacks redefine."""
     names = above(
         "macro_rules! vec { ($($x:tt)*) => { () }; }\nmacro_rules! panic { () => {}; }\n"
         "#[allow(dead_code)]\nenum Option<T> { Nothing, Just(T) }\nmod std {}\n",
@@ -539,7 +539,7 @@ def task_of(head, tests, above=""):
 
 
 USES = "use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};\n"
-# A function that gives back what it takes, of every kind of value; and what a wrong one gives.
+# An identity function for every kind of value, and a wrong result for each.
 VALUES = {
     "numbers": (
         "fn target(a: u8, b: i128, c: f64, d: f32, e: usize) -> (u8, i128, f64, f32, usize)",
@@ -644,7 +644,7 @@ VALUES = {
 
 @pytest.mark.parametrize("kind", VALUES)
 def test_values_go_to_the_answer_and_back(sandbox, rust, kind):
-    """Exactly, in every position; one that differs is a failed test."""
+    """Values round-trip exactly in every position; a different value is a failed assertion."""
     head, right, wrong, tests = VALUES[kind]
     task = task_of(head, f"    {tests}", above=USES)
     assert task.signature is not None
@@ -655,7 +655,7 @@ def test_values_go_to_the_answer_and_back(sandbox, rust, kind):
 
 
 def test_answer_may_have_types_of_its_own(sandbox, rust):
-    """As where tests and answer were one program: what the tests accept passes."""
+    """Argument types may differ as long as the tests compile with them."""
     task = task_of(
         "fn target(a: String, n: isize) -> isize",
         '    assert_eq!(candidate(String::from("ab"), 3), 5);\n',
@@ -679,14 +679,14 @@ def test_answer_may_have_types_of_its_own(sandbox, rust):
 
 
 def test_compile_bomb_does_not_compile(sandbox, rust):
-    """Whoever never comes to the end of the compiler has not compiled."""
+    """An answer on which the compiler exceeds a limit is a compile error."""
     (one,) = graded(sandbox, rust, [DOUBLING])
     assert one.verdict is Verdict.COMPILE_ERROR
     assert "the compiler passed a limit" in (one.detail or "")
 
 
 def test_text_that_would_stop_the_reader_does_not():
-    """Types nested without end, as many signatures as fit, and comments that may end anywhere."""
+    """Deeply nested types, many signatures and many comments are read within five seconds."""
     began = time.monotonic()
     deep = f"fn target(a: {'Vec<' * 5000}u8{'>' * 5000}) -> u8 {{ 0 }}\n"
     assert signatures(deep, "target") == []
@@ -719,12 +719,12 @@ OTHER = {
 
 @pytest.mark.parametrize("kind", OTHER)
 def test_signature_of_other_values_is_not_graded_by_values(kind):
-    """The tests of such a task trust the answer, which docs/method/sandbox.md says."""
+    """Tests of such a task must trust the answer, as docs/method/sandbox.md says."""
     assert task_of(OTHER[kind], "").signature is None
 
 
 def test_task_of_other_values_is_trusting(sandbox, rust):
-    """It is graded as one program: the right answer passes, the wrong one does not."""
+    """The task is graded as one program: the right answer passes, the wrong one fails."""
     task = task_of(
         "fn target<T: Ord + Copy>(a: &[T]) -> Option<T>",
         "    assert_eq!(target(&[1, 3, 2]), Some(3));\n",

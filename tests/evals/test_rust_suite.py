@@ -28,7 +28,7 @@ def suite(tmp_path):
 
 
 def test_answers_are_compiled_and_their_tests_run(suite, runner):
-    """A body, the whole function in a fence, a wrong one, and one that does not compile."""
+    """The answers are a body, a fenced function, a wrong one and one that does not compile."""
     (item,) = suite.items
     texts = [
         "    x * 3\n",
@@ -49,7 +49,7 @@ def test_answers_are_compiled_and_their_tests_run(suite, runner):
 
 
 def test_a_stub_compiles_and_fails(suite, runner):
-    """A task whose own part does not compile fails the suite's test."""
+    """The stub fails its test; a task whose prompt does not compile fails the self-test."""
     result = suite.self_test(runner)
     assert result is not None
     assert (result.problem, result.references, result.stubs) == (None, {"prompt and tests": 1}, 1)
@@ -60,7 +60,7 @@ def test_a_stub_compiles_and_fails(suite, runner):
 
 
 def test_without_a_sandbox_nothing_is_compiled(suite):
-    """Whether it compiles is null too: a compiler runs code of the answer's."""
+    """Even `compiles` is null, since compiling can run code of the answer."""
     (one,) = suite.judge([Answer(item=suite.items[0], text="    x * 3\n")], None)
     assert one.compiles is one.success is None
     assert one.richness == 0.2

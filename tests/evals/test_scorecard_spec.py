@@ -61,7 +61,7 @@ def suite(path):
 
 
 def test_a_specification_comes_back_as_written(tmp_path):
-    """Optional keys may be absent."""
+    """A specification round-trips; optional keys may be absent."""
     assert read_spec(written(tmp_path / "spec.json", SPEC)) == SPEC
 
 
@@ -83,7 +83,7 @@ def test_a_specification_comes_back_as_written(tmp_path):
     ],
 )
 def test_a_wrong_specification_is_refused(tmp_path, place, value, message):
-    """With the place of what is wrong."""
+    """The error gives the path of the wrong value."""
     spec = copy.deepcopy(SPEC)
     node = spec
     for key in place[:-1]:
@@ -94,7 +94,7 @@ def test_a_wrong_specification_is_refused(tmp_path, place, value, message):
 
 
 def test_models_are_no_part_of_the_digest(tmp_path):
-    """Tasks, retries and the version of the prompts are."""
+    """Tasks, retries and prompt version enter the digest; models do not."""
     first = suite(tmp_path)
     other = SpecSuite(spec={**first.spec, "conditions": first.spec["conditions"][:1]})
     assert other.digest == first.digest
@@ -115,7 +115,7 @@ def test_models_are_no_part_of_the_digest(tmp_path):
     ],
 )
 def test_code_is_judged_by_what_it_contains(tmp_path, text, *, compiles, success, semantic):
-    """It must parse; a stub does nothing that is meant."""
+    """Code must parse and contain the expected text; a stub is not semantically correct."""
     one = suite(tmp_path)
     (judged,) = one.judge([Answer(item=one.items[0], text=text)], None)
     assert (judged.compiles, judged.success, judged.semantic) == (compiles, success, semantic)
@@ -123,7 +123,7 @@ def test_code_is_judged_by_what_it_contains(tmp_path, text, *, compiles, success
 
 
 def test_text_is_not_compiled(tmp_path):
-    """Whether it compiles is null with a reason."""
+    """For text, `compiles` is null with a reason."""
     one = suite(tmp_path)
     (judged,) = one.judge([Answer(item=one.items[1], text="Oh, hello there.")], None)
     assert (judged.compiles, judged.success) == (None, True)
@@ -131,7 +131,7 @@ def test_text_is_not_compiled(tmp_path):
 
 
 def test_the_references_pass_the_suites_own_test(tmp_path):
-    """Where there are some; an empty answer passes nothing."""
+    """References that are given must pass, and an empty answer must not."""
     result = suite(tmp_path).self_test(None)
     assert result is not None
     assert (result.problem, result.references, result.stubs) == (
@@ -147,7 +147,7 @@ def test_the_references_pass_the_suites_own_test(tmp_path):
 
 
 def test_a_fixture_answers_attempt_by_attempt(tmp_path):
-    """The second answer is that of the first repair; what nobody counted is null."""
+    """The second answer is used for the first repair; unrecorded counts are null."""
     one = suite(tmp_path)
     answers = {"add": ["def add(", "def add(a, b):\n    return a + b"], "say": ["no"]}
     engine = FixtureEngine(written(tmp_path / "old.json", answers), one.spec["tasks"])
@@ -160,7 +160,7 @@ def test_a_fixture_answers_attempt_by_attempt(tmp_path):
 
 
 def test_a_fixture_without_a_task_is_refused(tmp_path):
-    """It names what is lacking."""
+    """The error names the task that the fixture lacks."""
     one = suite(tmp_path)
     with pytest.raises(DataError, match=r"lacks answers.*found say"):
         FixtureEngine(written(tmp_path / "old.json", {"add": ["x"]}), one.spec["tasks"])

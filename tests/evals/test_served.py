@@ -15,7 +15,7 @@ from mens_exp.rows.answers import messages_of
 
 @contextmanager
 def server(answer, status=200):
-    """An OpenAI-compatible server of one route; yields its address and what it was asked."""
+    """Serve one OpenAI-compatible route; yield its address and the list of requests."""
     asked = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -61,7 +61,7 @@ def engine(url, **changes):
 
 
 def test_answers_come_back_in_order_with_the_servers_own_counts():
-    """Cut at the stop text, which ends an answer also where the server went on."""
+    """Text is cut at the stop string even if the server returned more."""
     with server(echo) as (url, asked):
         done = engine(url).complete([request("a", "\ndef"), request("b"), request("c", "\ndef")])
     assert [one.text for one in done] == ["a", "b\ndef rest(): pass", "c"]
@@ -79,7 +79,7 @@ def test_answers_come_back_in_order_with_the_servers_own_counts():
 
 
 def test_drawing_hands_on_the_items_own_seed():
-    """Within 31 bits."""
+    """The seed is that of the item, reduced to 31 bits."""
     with server(echo) as (url, asked):
         engine(url, temperature=0.8, top_p=0.9).complete([request("a")])
     body, key = asked[0]
@@ -88,7 +88,7 @@ def test_drawing_hands_on_the_items_own_seed():
 
 
 def test_a_key_comes_from_the_environment(monkeypatch):
-    """Where it is named it must be there."""
+    """If a variable is configured, it must be set."""
     generation = Generation(max_new_tokens=9, batch_size=1)
     with server(echo) as (url, asked):
         keyed = ServerEngine(
@@ -103,7 +103,7 @@ def test_a_key_comes_from_the_environment(monkeypatch):
 
 
 def test_a_server_that_refuses_ends_the_evaluation():
-    """Its own words are shown; nothing counts as a wrong answer."""
+    """The error shows the server's message; nothing is scored as wrong."""
     with (
         server(lambda _: {"error": "no such model"}, status=404) as (url, _),
         pytest.raises(SetupError, match=r"404.*no such model"),
@@ -112,7 +112,7 @@ def test_a_server_that_refuses_ends_the_evaluation():
 
 
 def test_a_server_that_says_something_else_ends_the_evaluation():
-    """An answer without token counts is none."""
+    """A response without choices or token counts is an error."""
     with (
         server(lambda _: {"choices": []}) as (url, _),
         pytest.raises(SetupError, match="did not answer"),
@@ -121,7 +121,7 @@ def test_a_server_that_says_something_else_ends_the_evaluation():
 
 
 def test_half_an_answer_ends_the_evaluation():
-    """The connection breaks off before the length that was promised."""
+    """The connection closes before Content-Length bytes have arrived."""
 
     class Breaks(BaseHTTPRequestHandler):
         def do_POST(self):
@@ -143,7 +143,7 @@ def test_half_an_answer_ends_the_evaluation():
 
 
 def test_half_a_character_is_replaced():
-    """JSON can say a lone surrogate, which neither files nor tokenizers hold."""
+    """JSON can contain a lone surrogate, which neither files nor tokenizers can encode."""
 
     def half(body):
         said = echo(body)
@@ -156,13 +156,13 @@ def test_half_a_character_is_replaced():
 
 
 def test_no_server_ends_the_evaluation():
-    """Port 1 answers nobody."""
+    """Nothing listens on port 1."""
     with pytest.raises(SetupError, match=r"127\.0\.0\.1:1.*start it"):
         engine("http://127.0.0.1:1/v1").complete([request("a")])
 
 
 def test_tools_and_calls_are_sent_as_the_protocol_has_them():
-    """The client library's own types take them: tools beside messages, arguments as JSON texts."""
+    """The oracle is the client library's own types; arguments are JSON strings."""
     from openai.types.chat import ChatCompletionMessageParam
     from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming
     from pydantic import TypeAdapter

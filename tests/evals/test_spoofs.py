@@ -1,4 +1,4 @@
-"""Wrong answers that try to be scored `passed`: each must be scored as anything else.
+"""Wrong answers that try to be scored `passed`; each must get another verdict.
 
 The task's values follow from nothing, so that an answer that passes has found them, or has forged
 the verdict. Every answer defines `target`; none computes it.
@@ -64,14 +64,14 @@ def target(values):
     return known.get(tuple(values), "x" * 19)
 """
 
-# The verdict's word, by whatever road, printed as the grader of version 3 printed it.
+# The verdict as the grader of version 3 printed it, written in every possible way.
 FORGED = """
 def forge(word):
     import os
     os.write(2, (chr(10) + word + "passed" + chr(10)).encode())
     os._exit(0)
 """
-# Every value of the tests is met by one that says so.
+# An object that claims to equal every value of the tests.
 YES = """
 class Yes(BASE):
     def say(self, *_): return True
@@ -96,7 +96,7 @@ def yes(base, made="Yes()"):
     return YES.replace("BASE", base).replace("MADE", made)
 
 
-# What finds three of the values in a text, wherever it is from, and passes by them.
+# Finds three expected values in a text from any source, and returns them.
 USE = r"""
 def use(text):
     import re
@@ -562,7 +562,7 @@ SPOOFS = {
 
 
 def answer(source):
-    """Put the spoof where no reading of an answer cuts it: before a last definition."""
+    """Place the spoof before a last definition, so that reading the answer does not cut it."""
     text = textwrap.dedent(source)
     if "def target" not in text and "class target" not in text and "target =" not in text:
         text += "\ndef target(values): pass\n"
@@ -571,19 +571,19 @@ def answer(source):
 
 @pytest.mark.parametrize("name", SPOOFS)
 def test_spoof_is_not_scored_as_passed(sandbox, name):
-    """Whatever it does, the verdict is made elsewhere."""
+    """A spoof never passes, since the verdict is made in another process."""
     (found,) = check_all(sandbox, [TASK], [answer(SPOOFS[name])], LIMITS)
     assert found.verdict not in {Verdict.PASSED, Verdict.SYNTAX_ERROR, Verdict.NO_FUNCTION}, found
 
 
 @pytest.mark.parametrize("make", [None, Unsafe])
 def test_the_right_answer_passes(sandbox, make):
-    """In the same shape: the test above can fail."""
+    """Control: the right answer in the same shape passes."""
     where = make() if make else sandbox
     (found,) = check_all(where, [TASK], [answer(RIGHT)], Limits(memory_mib=256))
     assert found.verdict is Verdict.PASSED, found
 
 
 def test_there_are_enough_of_them():
-    """A table that shrinks is noticed."""
+    """The number of attacks must not shrink unnoticed."""
     assert len(SPOOFS) >= 60

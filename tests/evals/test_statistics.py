@@ -1,4 +1,4 @@
-"""Paired statistics, beside scipy and figures worked out by hand."""
+"""Paired statistics, compared with scipy and with values worked out by hand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REAL = [0.031, 0.012, 0.044, -0.008, 0.027]
 
 
 def test_paired_interval_is_students_t():
-    """Beside scipy's one-sample test of the same differences."""
+    """The oracle is scipy's one-sample t test of the differences."""
     found = statistics.paired(REAL, 0.05)
     reference = stats.ttest_1samp(REAL, 0.0)
     low, high = reference.confidence_interval(0.95)
@@ -24,7 +24,7 @@ def test_paired_interval_is_students_t():
 
 
 def test_paired_interval_by_hand():
-    """1, 2, 3: mean 2, sd 1, and t(0.975, 2) = 4.303 from a table."""
+    """By hand: 1, 2, 3 have mean 2 and sd 1; t(0.975, 2) = 4.303 from a table."""
     found = statistics.paired([1, 2, 3], 0.05)
     half = 4.303 / math.sqrt(3)
     assert found.low == pytest.approx(2 - half, rel=1e-3)
@@ -33,7 +33,7 @@ def test_paired_interval_by_hand():
 
 
 def test_one_seed_tells_no_interval():
-    """The difference stands alone: no bounds, no p-value."""
+    """With one seed there is an estimate, but no bounds and no p-value."""
     found = statistics.paired([0.25], 0.05)
     assert (found.estimate, found.low, found.high, found.p, found.width) == (
         0.25,
@@ -45,17 +45,17 @@ def test_one_seed_tells_no_interval():
 
 
 def test_equal_differences_are_not_certain():
-    """Five times the same difference: t would say p = 0; the signs alone say 2 / 32."""
+    """For five equal differences the t test would give p = 0; the sign test gives 2 / 32."""
     assert statistics.paired([0.1] * 5, 0.05).p == pytest.approx(2 / 32)
 
 
 def test_no_difference_at_all_is_no_evidence():
-    """Zeros have p = 1, not 0 / 0."""
+    """Differences of zero have p = 1, not 0 / 0."""
     assert statistics.paired([0.0] * 6, 0.05).p == 1
 
 
 def test_unpaired_interval_is_welchs():
-    """Beside scipy's own test of two samples with unequal variances."""
+    """The oracle is scipy's two-sample test with unequal variances."""
     rng = np.random.default_rng(1)
     arm, reference = rng.normal(1, 2, 6), rng.normal(0, 1, 5)
     found = statistics.unpaired(arm, reference, 0.1)
@@ -71,7 +71,7 @@ def test_unpaired_of_single_values_tells_no_interval():
 
 
 def test_pairing_removes_what_the_seeds_share():
-    """Seeds that move both arms together: the paired interval is far narrower."""
+    """If the seeds move both arms together, the paired interval is far narrower."""
     seeds = np.array([0.0, 1.0, 2.0, 3.0, 4.0])
     arm = seeds + 0.5 + np.array([0.01, -0.01, 0.0, 0.02, -0.02])
     tight, wide = statistics.paired(arm - seeds, 0.05), statistics.unpaired(arm, seeds, 0.05)
@@ -82,12 +82,12 @@ def test_pairing_removes_what_the_seeds_share():
 
 
 def test_sign_flip_by_hand():
-    """1, 2, 3: of eight patterns two (all plus, all minus) reach the sum 6."""
+    """By hand: for 1, 2, 3, two of eight sign patterns reach |sum| = 6."""
     assert statistics.sign_flip_p([1, 2, 3]) == pytest.approx(2 / 8)
 
 
 def test_sign_flip_is_scipys_permutation_test():
-    """Beside scipy's exact paired permutation test."""
+    """The oracle is scipy's exact paired permutation test."""
     theirs = stats.permutation_test(
         (REAL,), lambda x, axis: np.mean(x, axis=axis), permutation_type="samples", vectorized=True
     )
@@ -95,7 +95,7 @@ def test_sign_flip_is_scipys_permutation_test():
 
 
 def test_sign_flip_of_many_seeds_is_sampled_near_t():
-    """Beyond sixteen the patterns are a fixed sample: near t's p-value, and the same again."""
+    """Beyond sixteen seeds a fixed sample of patterns is used: reproducible and near t's p."""
     values = np.random.default_rng(2).normal(0.4, 1, 24)
     found = statistics.sign_flip_p(values)
     assert found == pytest.approx(stats.ttest_1samp(values, 0).pvalue, abs=0.02)
@@ -103,7 +103,7 @@ def test_sign_flip_of_many_seeds_is_sampled_near_t():
 
 
 def test_five_seeds_never_reach_five_percent_by_signs():
-    """2 / 32 is over 0.05, and 2 / 64 is under it."""
+    """2 / 32 is over 0.05, and 2 / 64 is below it."""
     assert statistics.least_sign_flip_p(5) == 0.0625
     assert statistics.least_sign_flip_p(6) == 0.03125
     assert statistics.seeds_for_sign_flip(0.05) == 6
@@ -111,23 +111,23 @@ def test_five_seeds_never_reach_five_percent_by_signs():
 
 @pytest.mark.parametrize(("alpha", "seeds"), [(0.5, 2), (0.0625, 5), (0.025, 7), (0.01, 8)])
 def test_seeds_that_signs_need(alpha, seeds):
-    """The fewest n with 2 / 2^n <= alpha, bounds included."""
+    """The result is the smallest n with 2 / 2^n <= alpha."""
     assert statistics.seeds_for_sign_flip(alpha) == seeds
     assert statistics.least_sign_flip_p(seeds) <= alpha < statistics.least_sign_flip_p(seeds - 1)
 
 
 def test_holm_by_hand():
-    """0.01·3, then max(0.03, 0.02·2), then 0.04·1 lifted to 0.04, in the order given."""
+    """0.01·3, then max(0.03, 0.02·2), then 0.04·1 raised to 0.04, in the order given."""
     assert statistics.holm([0.04, 0.01, 0.02]) == pytest.approx([0.04, 0.03, 0.04])
 
 
 def test_holm_counts_a_test_that_could_not_be_made():
-    """Dropping an arm must not make the others look better."""
+    """An arm without a test must not lower the p-values of the others."""
     assert statistics.holm([0.02, None]) == [pytest.approx(0.04), None]
 
 
 def test_holm_never_exceeds_one():
-    """Three p-values of a half."""
+    """Three p-values of 0.5 adjust to 1."""
     assert statistics.holm([0.5, 0.5, 0.5]) == [1, 1, 1]
 
 
@@ -137,7 +137,7 @@ def test_power_is_that_of_the_noncentral_t():
 
 
 def test_minimum_detectable_effect_has_its_power():
-    """At the effect the power is what was asked for, and it scales with the spread."""
+    """At that effect the power is as requested; the effect scales with the spread."""
     found = statistics.minimum_detectable(1, 5, 0.05)
     assert found is not None
     assert statistics.power_of(found, 1, 5, 0.05) == pytest.approx(0.8)
@@ -145,14 +145,14 @@ def test_minimum_detectable_effect_has_its_power():
 
 
 def test_minimum_detectable_effect_needs_a_spread():
-    """One seed has none, and equal differences show none: they do not find the least effect."""
+    """One seed has no spread, and equal differences have a spread of 0: both give None."""
     assert statistics.minimum_detectable(None, 1, 0.05) is None
     assert statistics.minimum_detectable(0.0, 2, 0.05) is None
 
 
 @pytest.mark.parametrize("seeds", [3, 5, 10])
 def test_the_upper_bound_of_the_detectable_effect_is_found_as_often_as_it_says(seeds):
-    """In 90 % of 2,000 studies its true power is 80 %; that of the plain estimate in about half.
+    """The bound has a true power of 80 % in 90 % of 2,000 studies, the plain estimate in half.
 
     The oracle is simulated: the difference that scipy's t test finds in 80 % of 40,000 studies.
     """
@@ -178,7 +178,7 @@ def test_the_upper_bound_of_the_detectable_effect_is_found_as_often_as_it_says(s
 @pytest.mark.parametrize("alpha", [0.499, 0.05, 1e-6, 1e-9, 1e-9 / 50])
 @pytest.mark.parametrize("power", [0.5, 0.8, 0.9999999])
 def test_every_value_that_the_settings_allow_has_a_detectable_effect(alpha, power):
-    """From two seeds to 300, without a warning; the power at it is what was asked for."""
+    """From two to 300 seeds the effect has the requested power, without a warning."""
     for seeds in (2, 3, 10, 300):
         found = statistics.minimum_detectable(1.0, seeds, alpha, power)
         assert statistics.power_of(found, 1.0, seeds, alpha) == pytest.approx(power, abs=1e-6)
@@ -195,36 +195,36 @@ def test_power_far_out_is_that_of_the_definition():
 
 
 def test_bounds_of_the_spread_by_hand():
-    """Five seeds: the deciles of chi-square with 4 degrees are 1.064 and 7.779 in a table."""
+    """For five seeds the table gives deciles of chi-square (4 df) of 1.064 and 7.779."""
     low, high = statistics.sd_factors(5)
     assert low == pytest.approx(math.sqrt(4 / 7.779), rel=1e-3)
     assert high == pytest.approx(math.sqrt(4 / 1.064), rel=1e-3)
 
 
 def test_seeds_for_an_effect_are_the_fewest():
-    """An effect of 0.5 sd at 80 % takes 34 pairs: 33 have less."""
+    """An effect of 0.5 sd at 80 % needs 34 pairs; 33 have less power."""
     assert statistics.seeds_for_effect(0.5, 1, 0.05) == 34
     assert statistics.power_of(0.5, 1, 33, 0.05) < 0.8
 
 
 @pytest.mark.parametrize(("effect", "sd"), [(0.0, 1.0), (1e-6, 1.0)])
 def test_no_number_of_seeds_finds_nothing(effect, sd):
-    """No effect, or one too small to ever look for."""
+    """For no effect, or one too small, the result is None."""
     assert statistics.seeds_for_effect(effect, sd, 0.05) is None
 
 
 def test_pooled_spread_by_hand():
-    """(0, 2) and (1, 1, 4): sums of squares 2 and 6 over 1 + 2 degrees of freedom."""
+    """By hand: (0, 2) and (1, 1, 4) have sums of squares 2 and 6 over 1 + 2 degrees of freedom."""
     assert statistics.pooled_sd([[0, 2], [1, 1, 4], [7]]) == pytest.approx(math.sqrt(8 / 3))
 
 
 def test_pooled_spread_of_single_values_is_unknown():
-    """Nothing was run twice."""
+    """Without repeated runs the pooled spread is unknown."""
     assert statistics.pooled_sd([[1.0], [2.0]]) is None
 
 
 def test_crossed_error_is_that_of_two_way_clusters():
-    """By sums over pairs of cells that share a seed or an item, less those that are one cell.
+    """The oracle sums over pairs of cells that share a seed or an item, minus shared cells.
 
     This is the variance of Cameron, Gelbach and Miller, each of the three sums with its own
     degrees of freedom; no mean square is computed.
@@ -260,7 +260,7 @@ def test_crossed_error_is_that_of_two_way_clusters():
 
 
 def test_items_that_agree_leave_the_interval_of_the_seeds():
-    """Every item moves as its seed does: the items add nothing, and t over the seeds stays."""
+    """If all items move with their seed, the interval is that of t over the seeds."""
     study = np.repeat(np.array(REAL)[:, None], 8, axis=1)
     found, seeds = statistics.crossed(study, 0.05), statistics.paired(REAL, 0.05)
     assert (found.low, found.high) == (pytest.approx(seeds.low), pytest.approx(seeds.high))
@@ -268,7 +268,7 @@ def test_items_that_agree_leave_the_interval_of_the_seeds():
 
 
 def test_seeds_that_agree_do_not_hide_items_that_disagree():
-    """Ten seeds are sure of 16 items, of which half say the opposite of the other half."""
+    """Ten seeds agree on 16 items, but half of the items contradict the other half."""
     rng = np.random.default_rng(5)
     taste = np.where(np.arange(16) % 2, 1.2, -1.0)
     study = taste[None] + rng.normal(0, 0.01, (10, 16))
@@ -277,7 +277,7 @@ def test_seeds_that_agree_do_not_hide_items_that_disagree():
 
 
 def test_weighted_items_are_a_ratio_of_sums():
-    """Documents of other lengths: the estimate is loss over tokens, not a mean of means."""
+    """With documents of unequal length, the estimate is total loss over tokens."""
     weights = np.array([10.0, 30.0, 60.0])
     study = np.array([[0.1, 0.2, 0.3], [0.0, 0.4, 0.1]])
     found = statistics.crossed(study, 0.05, weights)
@@ -288,14 +288,14 @@ def test_weighted_items_are_a_ratio_of_sums():
 
 @pytest.mark.parametrize("shape", [(1, 5), (5, 1), (1, 1)])
 def test_one_seed_or_one_item_is_no_sample(shape):
-    """There is an estimate, and neither interval nor p-value."""
+    """With one seed or one item there is an estimate, but no interval and no p-value."""
     found = statistics.crossed(np.ones(shape), 0.05)
     assert (found.estimate, found.low, found.high, found.p) == (1, None, None, None)
 
 
 @pytest.mark.parametrize("alpha", [0.9, 0.05, 1e-12])
 def test_crossed_interval_excludes_zero_exactly_where_p_is_below_alpha(alpha):
-    """Whatever the level, interval and p-value say the same."""
+    """Interval and p-value agree at every level."""
     rng = np.random.default_rng(7)
     for shift in np.linspace(0, 3, 30):
         found = statistics.crossed(rng.normal(shift, 1, (4, 6)), alpha)
@@ -303,6 +303,6 @@ def test_crossed_interval_excludes_zero_exactly_where_p_is_below_alpha(alpha):
 
 
 def test_a_study_without_any_spread_is_that_of_the_signs():
-    """All cells equal: a point, and the p-value that signs alone can give."""
+    """If all cells are equal, the interval is a point and p is that of the sign test."""
     found = statistics.crossed(np.full((5, 4), 0.2), 0.05)
     assert (found.low, found.high, found.p) == (0.2, 0.2, pytest.approx(2 / 32))

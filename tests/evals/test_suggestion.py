@@ -16,7 +16,7 @@ from mens_exp.tasks.attribute import suggested
 
 
 def module(path, kl, *, parameters=100, width=20):
-    """A module of 4 bits a parameter; its kind is its last name."""
+    """Return a module of 4 bits per parameter, whose kind is its last name."""
     layer = int(path.split(".")[2])
     kind = path.rpartition(".")[2]
     return {
@@ -57,7 +57,7 @@ def suggest(**changes):
 @pytest.mark.parametrize(
     ("extra_bits", "taken"),
     [
-        # Leaving out costs 12 bits for 100 parameters, 0.857 for 1,400; for 600, 5.143.
+        # Skipping costs 12 bits for 100 parameters, 0.857 for 1,400, and 5.143 for 600.
         (0.0, []),
         (0.85, []),
         (0.86, ["1.self_attn.q_proj"]),
@@ -79,12 +79,12 @@ def suggest(**changes):
     ],
 )
 def test_skip_takes_most_kl_for_its_bits(extra_bits, taken):
-    """In the order of KL per extra bit, as long as the budget lasts."""
+    """Modules are skipped in the order of KL per extra bit until the budget is spent."""
     assert suggest(extra_bits=extra_bits)["skip"] == [f"model.layers.{name}" for name in taken]
 
 
 def test_cost_of_skip_is_in_bits_a_parameter():
-    """4 bits, and one module in 14 of the parameters at 16 instead: 4 + 12/14."""
+    """By hand: one of 14 parameters at 16 bits instead of 4 costs 4 + 12/14."""
     made = suggest(extra_bits=0.86)
     assert made["bits_per_parameter"] == 4
     assert made["bits_per_parameter_after"] == pytest.approx(4 + 12 / 14)
@@ -92,13 +92,13 @@ def test_cost_of_skip_is_in_bits_a_parameter():
 
 
 def test_what_is_skipped_already_stays_skipped():
-    """The override replaces the whole list."""
+    """The override includes modules that are already skipped, as it replaces the list."""
     made = suggest(extra_bits=0.86, already=["o_proj"])
     assert made["overrides"][0] == "quant.skip=[o_proj,model.layers.1.self_attn.q_proj]"
 
 
 def test_without_a_module_that_fits_no_skip_is_suggested():
-    """Only targets are left."""
+    """The overrides then contain only the targets."""
     assert [text.partition("=")[0] for text in suggest()["overrides"]] == ["lora.targets"]
 
 
@@ -111,7 +111,7 @@ def test_without_a_module_that_fits_no_skip_is_suggested():
     ],
 )
 def test_targets_are_kinds_that_cover_the_share(share, targets, covered, cost):
-    """In the order of KL per adapter parameter, until there is enough."""
+    """Kinds are added in the order of KL per adapter parameter until the share is covered."""
     made = suggest(targets_share=share)
     assert made["targets"] == targets
     assert made["targets_share"] == pytest.approx(covered)
@@ -119,17 +119,17 @@ def test_targets_are_kinds_that_cover_the_share(share, targets, covered, cost):
 
 
 def test_rule_states_both_settings():
-    """Whoever reads the override reads what chose it."""
+    """The rule, shown beside the overrides, states the budget and the share."""
     rule = suggest(extra_bits=0.25, targets_share=0.8)["rule"]
     assert "0.25 extra bits" in rule
     assert "80%" in rule
 
 
 def test_modules_without_any_kl_are_not_left_out():
-    """Bits spent on what costs nothing are wasted; one kind is adapted all the same."""
+    """If no module has any KL, nothing is skipped, and at least one kind is targeted."""
     silent = [{**one, "kl": 0.0, "share": 0.0} for one in MODULES]
     made = suggested(
-        silent,  # a spread TypedDict is a dict to mypy
+        silent,  # mypy treats a spread TypedDict as a dict
         variant="nf4",
         already=[],
         kept_bits=16,
@@ -141,7 +141,7 @@ def test_modules_without_any_kl_are_not_left_out():
 
 
 def test_overrides_compose_and_plan():
-    """Our own parser takes them, and they name the modules that were meant."""
+    """Our own parser accepts the overrides, and they select the intended modules."""
     from mens_exp.layout.shape import shape_of
 
     made = suggest(extra_bits=1.72, targets_share=0.3)
@@ -160,7 +160,7 @@ NAMES = ("nf2", "nf4", "nf8")
 
 
 def measured(generator, count=6):
-    """Modules of random sizes; KL falls with the bits, mostly."""
+    """Return modules of random sizes whose KL mostly falls with the bits."""
     found = []
     for n in range(count):
         variants = {
@@ -174,7 +174,7 @@ def measured(generator, count=6):
 
 
 def cost(modules, names, key):
-    """Sum a figure of the modules' variants; bits are averaged over the parameters."""
+    """Sum a metric over the modules' variants; average the bits over the parameters."""
     values = [one["variants"][name][key] for one, name in zip(modules, names, strict=True)]
     if key == "kl":
         return sum(values)
@@ -184,7 +184,7 @@ def cost(modules, names, key):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_mixture_is_the_best_of_all(seed):
-    """Every choice of three for six modules is tried, at a budget between the extremes."""
+    """The oracle tries all 3^6 mixtures at a budget between the extremes."""
     generator = random.Random(seed)
     modules, budget = measured(generator), generator.uniform(2.6, 8.4)
     every = itertools.product(NAMES, repeat=len(modules))
@@ -197,7 +197,7 @@ def test_the_mixture_is_the_best_of_all(seed):
 
 
 def test_the_budget_of_the_fewest_bits_and_of_none():
-    """At the least possible budget one choice is left; at the most, each module takes its best."""
+    """The smallest budget leaves one choice; with the largest each module takes its best."""
     modules = measured(random.Random(0), count=40)
     assert set(cheapest(modules, NAMES, 2.5).values()) == {"nf2"}
     best = {
@@ -207,7 +207,7 @@ def test_the_budget_of_the_fewest_bits_and_of_none():
 
 
 def test_modules_that_cost_nothing_have_a_mixture():
-    """All sums are zero; any choice within the budget is as good."""
+    """If every KL is zero, any choice within the budget will do."""
     modules = measured(random.Random(0))
     for one in modules:
         for variant in one["variants"].values():
@@ -217,7 +217,7 @@ def test_modules_that_cost_nothing_have_a_mixture():
 
 @pytest.mark.parametrize("family", [*FAMILIES])
 def test_a_pattern_gives_each_module_its_quantizer(family):
-    """As the loader reads it, for random choices and for one quantizer of each kind."""
+    """The loader reads the pattern back, for random mixtures and for uniform ones."""
     shape = Shape(
         family=FAMILIES[family],
         hidden_size=128,
@@ -250,7 +250,7 @@ def test_a_pattern_gives_each_module_its_quantizer(family):
 
 
 def test_modules_of_the_usual_quantizer_need_no_pattern():
-    """Nothing to type; one that differs is named alone."""
+    """Only modules that differ from the configured quantizer are listed."""
     paths = [f"model.layers.{n}.mlp.up_proj" for n in range(12)]
     modules = [{"path": path, "layer": n} for n, path in enumerate(paths)]
     usual = dict.fromkeys(paths, "nf4")

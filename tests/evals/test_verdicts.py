@@ -1,4 +1,4 @@
-"""Scores of two arms to a record with a verdict; every expected value by hand."""
+"""Verdicts on the scores of two arms; every expected value is worked out by hand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def rule(**changes):
 
 
 def arm(name, by_seed):
-    """Scores of one run a seed: a number, or the values of items."""
+    """Return the scores of one run per seed: a number, or the values of the items."""
     return {
         seed: [{name: Score(mean=value) if isinstance(value, float) else of_items(value)}]
         for seed, value in by_seed.items()
@@ -40,7 +40,7 @@ def verdict(name, one, other, **how):
 
 
 def test_lower_is_better_where_the_table_says_so():
-    """A loss that falls in every seed is better, a success that falls is worse."""
+    """A loss that falls in every seed is better; a success rate that falls is worse."""
     falling = {1: 1.0, 2: 1.1, 3: 1.2, 4: 1.3}
     before = {1: 2.0, 2: 2.0, 3: 2.3, 4: 2.3}
     assert verdict("val_loss", falling, before)["verdict"] == Verdict.BETTER
@@ -48,7 +48,7 @@ def test_lower_is_better_where_the_table_says_so():
 
 
 def test_a_count_that_is_neither_good_nor_bad_gets_no_verdict():
-    """More tokens, in every seed."""
+    """A higher token count in every seed is neither better nor worse."""
     found = verdict("tokens", {1: 9.0, 2: 9.1, 3: 9.2}, {1: 1.0, 2: 1.0, 3: 1.1})
     assert (found["verdict"], found["why"][-24:]) == (
         Verdict.UNKNOWN,
@@ -57,7 +57,7 @@ def test_a_count_that_is_neither_good_nor_bad_gets_no_verdict():
 
 
 def test_runs_that_declare_a_metric_otherwise_get_no_verdict():
-    """Where they agree, theirs is the direction."""
+    """If both arms declare the same direction it is used; otherwise there is no verdict."""
     for of_arm, verdict_then in ((Direction.MIN, Verdict.BETTER), (Direction.MAX, Verdict.UNKNOWN)):
         sides = []
         for direction, values in ((of_arm, (1.0, 1.1, 1.2)), (Direction.MIN, (2.0, 2.0, 2.3))):
@@ -70,14 +70,14 @@ def test_runs_that_declare_a_metric_otherwise_get_no_verdict():
 
 
 def test_items_without_a_value_are_left_out_in_pairs():
-    """Repair depth is of answers that became valid: only `b` did in both arms, 3 against 1."""
+    """Repair depth exists only for valid answers; only `b` has one in both arms, 3 against 1."""
     found = verdict("repair_depth", {1: {"a": 9, "b": 3}}, {1: {"b": 1, "c": 5}})
     assert (found["estimate"], found["items"]) == (2, 1)
     assert (found["arm_mean"], found["reference_mean"]) == (3, 1)
 
 
 def test_arms_that_share_no_item_have_no_difference():
-    """And the reason."""
+    """The record gives the reason."""
     found = verdict("repair_depth", {1: {"a": 9}}, {1: {"c": 5}})
     assert (found["verdict"], found["why"]) == (
         Verdict.UNKNOWN,
@@ -86,13 +86,13 @@ def test_arms_that_share_no_item_have_no_difference():
 
 
 def test_arms_that_share_no_seed_have_no_difference():
-    """Nothing is compared across seeds."""
+    """Values of different seeds are never compared."""
     found = verdict("val_loss", {1: 1.0}, {2: 1.0})
     assert (found["estimate"], found["why"]) == (None, "the arms share no seed")
 
 
 def test_a_share_counts_items_without_a_value_as_failed():
-    """The denominator is all items of the suite: 1 of 4, not of the 1 or 2 that answered."""
+    """The denominator is all items of the suite: 1 of 4, not of the 1 or 2 with a value."""
     told = [("a", True), ("b", None)]
     found = scores(
         [
@@ -105,14 +105,14 @@ def test_a_share_counts_items_without_a_value_as_failed():
 
 
 def test_a_kpi_that_no_item_has_is_unknown_not_zero():
-    """Null with the reason."""
+    """The value is null with a reason."""
     one = Observation(arm="x", seed=1, run="r", item="a", values={"task_success": None})
     found = scores([one], items=1)["task_success"]
     assert (found.mean, found.why) == (None, "no item has a value")
 
 
 def test_several_answers_to_an_item_are_their_mean():
-    """Three samples, of which two pass, are one item of 2/3."""
+    """Two of three samples pass, so the item counts 2/3."""
     told = [
         Observation(arm="x", seed=1, run="r", item="a", values={"pass_at_1": value})
         for value in (1.0, 1.0, 0.0)
@@ -121,7 +121,7 @@ def test_several_answers_to_an_item_are_their_mean():
 
 
 def study_of(means, seeds, rng, **how):
-    """Draw arms around the means and a reference around 0; return their records, judged."""
+    """Draw arms around the means and a reference around 0; return their judged records."""
     drawn = [dict(enumerate(rng.normal(mean, 1, seeds).tolist())) for mean in (0.0, *means)]
     reference, *arms = (arm("task_success", one) for one in drawn)
     shared = rule(arms=len(means), **how)
@@ -131,7 +131,7 @@ def study_of(means, seeds, rng, **how):
 
 
 def test_intervals_of_several_arms_hold_at_once():
-    """Each is scipy's at 1 - 0.05 / 3; simulated, they cover three clear differences in 95 %.
+    """Intervals equal scipy's at 1 - 0.05 / 3; simulated, three clear differences get 95 %.
 
     Intervals at the level of each arm's step of Holm, which is why they are not shown, do not.
     """
@@ -156,7 +156,7 @@ def test_intervals_of_several_arms_hold_at_once():
 
 @pytest.mark.parametrize("how", [{}, {"sequential": "always_valid"}, {"test": "sign_flip"}])
 def test_no_verdict_stands_next_to_an_interval_that_says_otherwise_unexplained(how):
-    """Drawn near the boundary, so that Holm's steps and the intervals part."""
+    """Near the boundary Holm and the intervals may disagree; `why` then explains it."""
     rng, parted = np.random.default_rng(2), 0
     for _ in range(30):
         for record in study_of((1.5, 2.0, -2.5), 8, rng, **how):
@@ -168,14 +168,14 @@ def test_no_verdict_stands_next_to_an_interval_that_says_otherwise_unexplained(h
                 parted += 1
                 assert "; the interval " in record["why"]
                 if how.get("test") != "sign_flip":
-                    assert is_found  # never no difference with an interval without 0
+                    assert is_found  # never "no difference" if the interval excludes 0
             elif record["verdict"] != Verdict.NOT_REACHABLE:
                 assert "; the interval " not in record["why"]
     assert parted > 0
 
 
 def test_one_arm_has_no_interval_that_says_otherwise():
-    """With nothing to share, Holm is the test alone, and so is the interval."""
+    """With one arm, Holm's test and the interval always agree."""
     rng = np.random.default_rng(3)
     for how in ({}, {"sequential": "always_valid"}):
         for _ in range(40):
@@ -201,7 +201,7 @@ def test_what_seeds_find_is_a_range():
 @pytest.mark.parametrize("power", [0.5, 0.9999999999])
 @pytest.mark.parametrize("how", [{}, {"sequential": "always_valid"}, {"test": "sign_flip"}])
 def test_every_value_of_the_settings_gives_a_verdict(alpha, power, how):
-    """Over one to six seeds, equal differences and none, with nine arms to share the rate."""
+    """All settings give a verdict for one to six seeds, equal and zero differences, nine arms."""
     draws = [0.3, -0.1, 0.4, 0.2, 0.25, 1e6]
     for seeds in (1, 2, 3, 6):
         for values in (draws[:seeds], [0.25] * seeds, [0.0] * seeds):
@@ -214,7 +214,7 @@ def test_every_value_of_the_settings_gives_a_verdict(alpha, power, how):
 
 
 def test_few_seeds_get_no_always_valid_verdict():
-    """Three seeds reach 1/13 at best; the fourth can be under 0.05."""
+    """Three seeds reach 1/13 at best; a fourth can bring p under 0.05."""
     wide = {1: 1.0, 2: 1.01, 3: 1.02}
     found = verdict("task_success", wide, dict.fromkeys(wide, 0.0), sequential="always_valid")
     assert (found["verdict"], found["seeds_needed"]) == (Verdict.NOT_REACHABLE, 4)
@@ -228,7 +228,7 @@ def test_few_seeds_get_no_always_valid_verdict():
 
 
 def test_holm_shares_the_error_rate_over_arms():
-    """One p-value of 0.03 is a verdict by itself, and none among three arms."""
+    """A single p-value of 0.03 gives a verdict; one among three arms does not."""
     one = {1: 0.0, 2: 0.0, 3: 0.0, 4: 0.0}
     other = {1: 1.0, 2: 2.0, 3: 4.0, 4: 1.6}
     alone = verdict("task_success", other, one)
@@ -247,7 +247,7 @@ def test_holm_shares_the_error_rate_over_arms():
 
 
 def test_noise_is_told_apart_by_hand():
-    """Seeds at 1 and 3 and 10 and 14 (means of reruns): variances 2 and 8; reruns ±0 and ±1."""
+    """Means of reruns 1, 3 and 10, 14 have variances 2 and 8; reruns differ by ±0 and ±1."""
     first = {1: [score(1.0), score(1.0)], 2: [score(2.0), score(4.0)]}
     second = {1: [score(10.0)], 2: [score(14.0)]}
     found = noise_of("val_loss", [first, second])
@@ -260,7 +260,7 @@ def score(value):
 
 
 def test_an_effect_is_told_in_multiples_of_seed_noise():
-    """A difference of 3 over a noise of 1.5."""
+    """A difference of 3 over a seed noise of 1.5 is reported as 2."""
     record = compared(
         "val_loss",
         arm("val_loss", {1: 5.0, 2: 6.0}),
@@ -277,7 +277,7 @@ NOTHING = {seed: dict.fromkeys("abcd", 0.0) for seed in range(1, 7)}
 
 
 def test_items_that_disagree_decide_about_these_items_only():
-    """Six seeds agree that three of four items gain; the fourth loses as much."""
+    """Six seeds agree that three of four items gain, but the fourth loses as much."""
     assert verdict("richness", DISAGREE, NOTHING)["verdict"] == Verdict.BETTER
     found = verdict("richness", DISAGREE, NOTHING, **LIKE)
     assert found["verdict"] == Verdict.NO_DIFFERENCE
@@ -308,7 +308,7 @@ def test_items_that_agree_decide_about_items_like_these_too():
     ],
 )
 def test_what_is_no_sample_of_items_gets_no_verdict_about_others(one, other, why):
-    """The difference stands, without an interval and with the reason."""
+    """The estimate is kept, without an interval and with the reason."""
     found = verdict("richness", one, other, **LIKE)
     assert (found["verdict"], found["low"], found["p"]) == (Verdict.UNKNOWN, None, None)
     assert why in found["why"]
@@ -316,7 +316,7 @@ def test_what_is_no_sample_of_items_gets_no_verdict_about_others(one, other, why
 
 
 def test_a_value_that_is_not_the_mean_of_its_items_gets_no_verdict():
-    """Somebody typed the run's loss; its documents say otherwise."""
+    """A run's loss must equal the weighted mean of its documents."""
     losses = {"x": 1.0, "y": 3.0}
     weights = {"x": 10.0, "y": 30.0}
 

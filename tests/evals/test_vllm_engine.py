@@ -26,7 +26,7 @@ QUESTION = {"role": "user", "content": "What is it?"}
 
 @dataclass
 class FakeParams:
-    """SamplingParams: the fields of vLLM 0.11 that are used, and no others."""
+    """SamplingParams with only the fields of vLLM 0.11 that are used."""
 
     n: int = 1
     temperature: float = 1.0
@@ -46,7 +46,7 @@ class FakeLora:
 
 @dataclass
 class FakeLLM:
-    """LLM: keyword arguments as documented; it answers with the words it was told."""
+    """LLM with the documented keyword arguments; it returns scripted tokens."""
 
     model: str
     dtype: str = "auto"
@@ -77,7 +77,7 @@ class FakeLLM:
 
 @pytest.fixture
 def vllm(monkeypatch):
-    """A module with the signatures that vLLM documents."""
+    """Install a module with the signatures that vLLM documents."""
     module, lora, request = (ModuleType(n) for n in ("vllm", "vllm.lora", "vllm.lora.request"))
     module.LLM, module.SamplingParams = FakeLLM, FakeParams
     request.LoRARequest = FakeLora
@@ -102,7 +102,7 @@ def opened(room=None):
 def test_the_adapter_is_a_lora_request_of_the_tuned_condition_alone(
     tokenizer,
 ):
-    """One engine is loaded, with room for the rank; the base is asked without a request."""
+    """One engine has room for the rank; only tuned requests carry the LoRA request."""
     adapter = Path("adapter")
     engine = opened(32)
     assert (engine.model, engine.dtype, engine.max_model_len) == ("base", "bfloat16", 64)
@@ -121,7 +121,7 @@ def test_the_adapter_is_a_lora_request_of_the_tuned_condition_alone(
 def test_it_is_given_the_ids_of_training_and_its_ids_become_text_here(
     tokenizer,
 ):
-    """The chat template is ours, stop texts are cut, and counts are of tokens."""
+    """Token ids come from our chat template; text, stop strings and counts are made here."""
     engine = opened()
     engine.says = tokenizer.encode_all(["def f(): pass\nEND more"])[0]
     requests = [Request(messages=(QUESTION,), seed=2**59 + n, stop=("END",)) for n in range(3)]
@@ -147,7 +147,7 @@ def test_it_is_given_the_ids_of_training_and_its_ids_become_text_here(
 
 @pytest.mark.usefixtures("vllm")
 def test_greedy_answers_have_no_seed_and_may_be_cut_off(tokenizer):
-    """Temperature 0 is how vLLM takes the likeliest token."""
+    """Greedy decoding in vLLM is temperature 0; the answer may be truncated."""
     engine = opened()
     engine.says = tokenizer.encode_all(["and so on"])[0]
     generation = Generation(max_new_tokens=8, batch_size=2)
@@ -161,7 +161,7 @@ def test_greedy_answers_have_no_seed_and_may_be_cut_off(tokenizer):
 
 @pytest.mark.usefixtures("vllm")
 def test_a_prompt_without_room_for_an_answer_is_not_asked(tokenizer):
-    """It fails as it does with the graph at hand."""
+    """The event has the same problem as with the in-process model."""
     engine = opened()
     generation = Generation(max_new_tokens=60, batch_size=2)
     (answer,) = VllmEngine(engine, tokenizer, generation, 64, None).complete(
@@ -173,7 +173,7 @@ def test_a_prompt_without_room_for_an_answer_is_not_asked(tokenizer):
 
 @pytest.mark.usefixtures("vllm")
 def test_what_vllm_cannot_load_is_told(monkeypatch):
-    """Its own words stand in the message."""
+    """The error includes vLLM's own message."""
 
     def refused(self, *_, **__):
         raise ValueError("architecture not supported")
@@ -184,7 +184,7 @@ def test_what_vllm_cannot_load_is_told(monkeypatch):
 
 
 def test_without_vllm_and_without_a_gpu_both_are_told(monkeypatch):
-    """Before anything is loaded."""
+    """Both errors come before anything is loaded."""
     cpu, cuda = SimpleNamespace(kind="cpu"), SimpleNamespace(kind="cuda")
     monkeypatch.setattr(engines, "find_spec", lambda name: None)
     monkeypatch.setattr(engines.machine, "look", lambda accelerator: cpu)

@@ -1,4 +1,4 @@
-"""The tests of this directory need a CUDA device."""
+"""Mark the tests of this directory, which need a CUDA device."""
 
 from __future__ import annotations
 

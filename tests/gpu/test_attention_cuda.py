@@ -1,4 +1,4 @@
-"""The kernels for packed documents on a GPU, each by the formula in f64."""
+"""GPU kernels for packed documents, compared with the float64 formula."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def draw(dtype):
 
 
 def by_formula(query, key, value, asked):
-    """Attend with the whole table of scores; `[1, T, H, K]`."""
+    """Attend with the full matrix of scores; `[1, T, H, K]`."""
     key, value = (one.repeat_interleave(HEADS // GROUPS, 1) for one in (key, value))
     place = torch.arange(TOKENS, device=CUDA)
     document = torch.bucketize(place, torch.tensor(BOUNDS[1:], device=CUDA), right=True)
@@ -42,7 +42,7 @@ def by_formula(query, key, value, asked):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kernel", Kernel)
 def test_a_kernel_of_this_machine_attends_by_the_formula(kernel, dtype, layer):
-    """Values and gradients, within the rounding of the dtype."""
+    """Values and gradients agree within the rounding of the dtype."""
     asked = Request(dtype=dtype, width=WIDTH, value_width=WIDTH, **{"scale": WIDTH**-0.5, **layer})
     there = machine_of(CUDA)
     plain = asked.window is None and asked.softcap is None
@@ -54,7 +54,7 @@ def test_a_kernel_of_this_machine_attends_by_the_formula(kernel, dtype, layer):
     upstream = torch.randn(expected.shape, device=CUDA, dtype=torch.float64)
     found.backward(upstream.to(dtype))
     expected.backward(upstream)
-    bound = 2e-2 if dtype is torch.bfloat16 else 2e-3  # products of f32 may be in TF32
+    bound = 2e-2 if dtype is torch.bfloat16 else 2e-3  # float32 products may use TF32
     pairs = [(found, expected), *((a.grad, b.grad) for a, b in zip(parts, exact, strict=True))]
     for ours, theirs in pairs:
         assert float((ours.double() - theirs).norm() / theirs.norm()) < bound

@@ -1,4 +1,4 @@
-"""The other backends on a CUDA machine: what they compute there is what they compute on CPU."""
+"""The other backends on a CUDA machine, compared with the CPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_loss_and_gradients_are_those_of_the_cpu(
     random_documents,
     overrides,
 ):
-    """In f32 and without dropout, to 1e-3."""
+    """They agree to 1e-3 in float32 without dropout."""
     found = []
     for accelerator in ("cpu", "gpu"):
         settings = [*overrides, "lora.dropout=0", f"trainer.accelerator={accelerator}"]
@@ -52,7 +52,7 @@ def test_bf16_learns_and_goes_back_to_its_base(
     random_documents,
     overrides,
 ):
-    """A gradient for every parameter; a continuation; and the base inside its block."""
+    """Every parameter has a gradient, generation works, and the context restores the base."""
     backend = tiny_backend(*overrides, "trainer.accelerator=gpu", live=True).train()
     batch = packed_batch(random_documents([11, 6]), [[0, 1]], index=0).to("cuda")
     backend.begin(0)

@@ -1,4 +1,4 @@
-"""Training controls that only a CUDA machine has, or that its kernels could break."""
+"""Training controls that need a CUDA machine or that its kernels could break."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mens_exp.objective.causal import CrossEntropy
 from mens_exp.training.optimizer import build_optimizer
 
 CUDA = torch.device("cuda", 0)
-PAGED = 1024, 128  # from 100,000 elements on, bitsandbytes pages the state
+PAGED = 1024, 128  # bitsandbytes pages state from 100,000 elements on
 
 
 @pytest.mark.parametrize("option", ["paged_adamw_8bit", "adamw_8bit", "lion"])
 def test_an_optimizer_moves_the_parameters_themselves(tiny_config, option):
-    """Not a copy of them: the tensor that the graph holds has moved, in place."""
+    """The tensor of the graph itself is changed in place and not a copy."""
     parameter = torch.nn.Parameter(torch.ones(PAGED, device=CUDA))
     place = parameter.data_ptr()
     optimizer = build_optimizer(
@@ -31,7 +31,7 @@ def test_an_optimizer_moves_the_parameters_themselves(tiny_config, option):
 
 
 def test_paged_state_is_paged_and_survives_a_checkpoint(tiny_config, tmp_path):
-    """Three steps, through a file, and two more are five."""
+    """Three steps, a file and two more steps equal five steps."""
     config = tiny_config("optim=paged_adamw_8bit")
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.randn(PAGED, generator=generator).to(CUDA) for _ in range(5)]
@@ -59,7 +59,7 @@ def test_checkpointed_activations_give_the_same_gradients(
     tiny_config,
     random_documents,
 ):
-    """Dropout's masks are drawn again from their keys by the GPU's generator."""
+    """The GPU's generator draws dropout masks again from their keys."""
     batch = packed_batch(random_documents([11, 6, 17, 9], [3, 1, 12, 4]), [[0, 1, 2, 3]], index=2)
     batch = batch.to(CUDA)
     found = []
@@ -75,7 +75,7 @@ def test_checkpointed_activations_give_the_same_gradients(
 
 
 def test_a_run_with_a_paged_optimizer_succeeds(train_in, tmp_path):
-    """With checkpointing, validation and the best adapter, as the SigilDERG presets are used."""
+    """It has checkpointing, validation and the best adapter, as in the SigilDERG presets."""
     run = train_in(
         tmp_path / "run",
         "trainer=gpu",

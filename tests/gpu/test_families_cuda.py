@@ -1,4 +1,4 @@
-"""Windows, caps and transposed weights on a CUDA machine, whose kernels are others."""
+"""Windows, caps and transposed weights with the kernels of a CUDA machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def apart(ours, theirs):
 
 @families
 def test_logits_are_those_of_the_cpu(family_backend, packed_documents, padded_documents, name):
-    """In f32, packed and padded, to a thousandth of the largest logit.
+    """Packed and padded, they agree in float32 to a thousandth of the largest logit.
 
     The weights are quantized anew on the device; rounding there may fall to the other side.
     """
@@ -29,7 +29,7 @@ def test_logits_are_those_of_the_cpu(family_backend, packed_documents, padded_do
 def test_packed_and_padded_give_the_same_gradients(
     family_backend, packed_documents, padded_documents, name
 ):
-    """In f32, by kernels that share nothing but the mathematics."""
+    """The two kernels share only the mathematics; in float32."""
     backend = family_backend(name, "cuda:0").train()
 
     def gradients(batch):
@@ -46,7 +46,7 @@ def test_packed_and_padded_give_the_same_gradients(
 
 @families
 def test_prompts_are_continued_together_as_alone(family_backend, name):
-    """Left padding and a static cache change no id, windows shorter than the text included."""
+    """Left padding and a static cache change no id, also with windows shorter than the text."""
     backend = family_backend(name, "cuda:0")
     prompts = [[5, 6, 7, 8], list(range(9, 22)), [16]]
 

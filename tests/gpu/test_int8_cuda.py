@@ -1,4 +1,4 @@
-"""The 8-bit base on a CUDA machine, where LLM.int8 quantizes its inputs in both modes."""
+"""The 8-bit base on a CUDA machine, where LLM.int8 quantizes inputs in both modes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def batch(random_documents):
 
 @pytest.fixture
 def built(tiny_backend):
-    """Build the graph on a device, B filled, without dropout."""
+    """Build the graph on a device with B filled and no dropout."""
 
     def made(accelerator):
         settings = ["quant=int8", "lora.dropout=0", f"trainer.accelerator={accelerator}"]
@@ -38,8 +38,8 @@ def logits(backend, batch):
 
 
 def test_it_is_the_cpu_s_graph_but_for_rounded_inputs(built, batch):
-    """Logits to three per cent, and a gradient for every matrix to ten."""
-    there, here = built("cpu"), built("gpu")  # tolerances: unverified guess, no GPU was at hand
+    """Logits agree to 3 %, and the gradient of every matrix to 10 %."""
+    there, here = built("cpu"), built("gpu")  # tolerances: unverified guess, no GPU was available
     theirs, ours = logits(there, batch), logits(here, batch.to("cuda"))
     assert (ours - theirs).norm() <= 0.03 * theirs.norm()
     expected = gradients(there, batch)
@@ -48,7 +48,7 @@ def test_it_is_the_cpu_s_graph_but_for_rounded_inputs(built, batch):
 
 
 def test_the_peft_view_is_exact_there(built, batch):
-    """The library computes one function in both modes, and says so in the facts."""
+    """The library computes the same in both modes, and the facts say so."""
     backend = built("gpu")
     assert backend.peft_view_is_exact
     assert backend.facts()["int8_inputs"] == "int8, outliers above 6.0 in f16"
@@ -58,7 +58,7 @@ def test_the_peft_view_is_exact_there(built, batch):
 
 
 def test_it_learns_after_validation_and_after_a_way_to_the_cpu_and_back(built, batch):
-    """Lightning moves a module between fits: codes and scales go with it."""
+    """When Lightning moves the module between fits, codes and scales move together."""
     backend = built("gpu")
     before = gradients(backend, batch.to("cuda"))
     expected = logits(backend, batch.to("cuda"))

@@ -1,4 +1,4 @@
-"""Liger's kernels on a GPU: a step with them is a step of torch's, within rounding."""
+"""Liger's kernels on a GPU, compared with a step of torch."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def step_of(backend, batch, loss_of):
     return float(total.detach()), torch.cat(gradients)
 
 
-# bf16: both round each product; their difference was never measured, and the bound is a guess.
+# bf16: both round each product; the difference was never measured, so the bound is a guess.
 @pytest.mark.parametrize(("dtype", "bound"), [("f32", 2e-3), ("bf16", 0.1)])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_step_is_torchs(tiny_backend, random_documents, family, dtype, bound, loss):
-    """Loss and gradients over packed documents, with all kernels; `auto` chooses them."""
+    """Loss and gradients agree on packed documents with all kernels, which `auto` selects."""
     settings = (*GPU, f"model.family={family}", f"quant.compute_dtype={dtype}")
     ours, theirs = (
         tiny_backend(*settings, f"model.kernels={kernels}", live=True).train()
@@ -54,7 +54,7 @@ def test_a_step_is_torchs(tiny_backend, random_documents, family, dtype, bound, 
 
 
 def test_a_capped_head_is_torchs(tiny_backend, random_documents):
-    """Gemma 2, of which the head and RoPE have kernels."""
+    """Gemma 2 has kernels for the head and RoPE."""
     settings = (*GPU, "model.family=gemma2", "quant.compute_dtype=f32")
     steps = []
     for kernels in ("liger", "torch"):
@@ -71,7 +71,7 @@ def test_a_capped_head_is_torchs(tiny_backend, random_documents):
 
 
 def test_the_fused_head_keeps_no_logits(tiny_backend, random_documents):
-    """A vocabulary of 128,000 adds less to the peak than the logits of all tokens have."""
+    """With a vocabulary of 128,000 the peak grows by less than the size of all logits."""
     wide = ("model.vocab_size=128000", "objective.chunk_tokens=4096")
     documents = random_documents([500, 500])
     peaks = {}

@@ -1,4 +1,4 @@
-"""The plan's memory figure for Llama-3.1-8B's shape against a real run of random weights."""
+"""The planned memory for Llama-3.1-8B's shape, compared with a run on random weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
 
 GIB = 1 << 30
-DEVICE_GIB, DISK_GIB = 60, 20  # 40 GiB without checkpointing, and what the interval allows
+DEVICE_GIB, DISK_GIB = 60, 20  # 40 GiB without checkpointing, plus the interval's margin
 
 RUN = [
     *("trainer=gpu", "logger=none", "suite=none", "data=jsonl", "data.seq_len=2048"),
@@ -26,7 +26,7 @@ RUN = [
 
 @pytest.fixture(scope="module")
 def room(tmp_path_factory):
-    """A cache folder that holds the weights, on a machine that can hold the run."""
+    """Return a cache directory with the weights, on a machine that is large enough."""
     place = tmp_path_factory.mktemp("llama_8b")
     memory = torch.cuda.get_device_properties(0).total_memory
     if memory < DEVICE_GIB * GIB:

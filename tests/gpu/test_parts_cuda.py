@@ -1,4 +1,4 @@
-"""A base in parts on CUDA: loaded in the host's memory, quantized on the GPU, gathered by NCCL."""
+"""A sharded base on CUDA: loaded in host memory, quantized on the GPU, gathered by NCCL."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_quantized_through_the_host_a_base_is_the_same(
     tiny_base,
     random_documents,
 ):
-    """One process, whose part is everything: the same codes, the same pass, on the GPU alone."""
+    """For one process that holds everything, codes and forward pass are equal."""
     config = tiny_config(*QLORA)
     whole = QloraBackend(config, tiny_base, CUDA)
     codes = [m.weight.data.clone() for m in quantized_linears(whole.causal_lm).values()]
@@ -58,7 +58,7 @@ def test_quantized_through_the_host_a_base_is_the_same(
     "base", [("quant.storage_dtype=bf16",), ("backend=lora", "quant=none")], ids=["qlora", "lora"]
 )
 def test_two_gpus_take_the_course_of_one(train_in, tmp_path, base):
-    """The same documents, and losses as bf16 rounds them."""
+    """The documents are the same, and losses agree up to bf16 rounding."""
     one = train_in(tmp_path / "one", *base, "trainer=gpu")
     two = train_in(tmp_path / "two", *base, "trainer=fsdp", "trainer.accelerator=gpu")
     manifest = Manifest.read(two.manifest)

@@ -1,4 +1,4 @@
-"""What a CUDA machine does differently: kernels, dropout's generator, where weights are loaded."""
+"""Differences of a CUDA machine: kernels, dropout's generator and the place of loading."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def mask(*, micro_batch=0, p=0.3):
 
 
 def test_the_main_path_runs_on_the_gpu(train_in, tmp_path):
-    """A whole run succeeds there, says so in its facts, and knows its peak of GPU memory."""
+    """A whole run succeeds, its facts name the GPU, and its peak memory is recorded."""
     directory = train_in(tmp_path / "run", "trainer=gpu")
     manifest = Manifest.read(directory.manifest)
     assert manifest.status is Status.SUCCEEDED
@@ -55,7 +55,7 @@ def test_the_main_path_runs_on_the_gpu(train_in, tmp_path):
 
 
 def test_two_runs_on_the_gpu_end_with_the_same_adapter(train_in, tmp_path):
-    """Not bit for bit, as atomic sums are unordered there, but to a hundredth of its norm."""
+    """Atomic sums are unordered, so they agree to a hundredth of the norm and not bit for bit."""
     (_, first), (_, second) = (
         read_adapter(train_in(tmp_path / name, "trainer=gpu").adapter) for name in "ab"
     )
@@ -69,14 +69,14 @@ def test_weights_are_loaded_where_they_were_asked_for(
     tiny_base,
     tiny_config,
 ):
-    """On the GPU for one, on the CPU for the other, though there is a GPU."""
+    """The requested device is used, even the CPU on a machine with a GPU."""
     assert {p.device.type for p in cuda_backend().parameters()} == {"cuda"}
     on_cpu = QloraBackend(tiny_config(), tiny_base, torch.device("cpu"))
     assert {p.device.type for p in on_cpu.parameters()} == {"cpu"}
 
 
 def test_initialisation_is_that_of_the_cpu(cuda_backend, tiny_backend):
-    """A is drawn on the CPU, so that arms on either machine start alike."""
+    """A is drawn on the CPU, so that runs on either device start equal."""
     there, here = cuda_backend().trainable(), tiny_backend().trainable()
     assert all(
         torch.equal(there[name].cpu(), here[name]) for name in here if name.endswith("lora_a")
@@ -84,7 +84,7 @@ def test_initialisation_is_that_of_the_cpu(cuda_backend, tiny_backend):
 
 
 def test_dropout_masks_are_a_function_of_their_key():
-    """Equal keys give equal masks, with other draws in between; another micro-batch another."""
+    """Equal keys give equal masks despite other draws; another micro-batch gets another mask."""
     first = mask()
     torch.rand(100, device=CUDA)
     assert torch.equal(mask(), first)
@@ -93,7 +93,7 @@ def test_dropout_masks_are_a_function_of_their_key():
 
 @pytest.mark.parametrize("p", [0.05, 0.3])
 def test_the_share_that_is_dropped_is_the_probability(p):
-    """Over a quarter of a million elements, within six standard deviations."""
+    """Over a quarter of a million elements it is within six standard deviations."""
     dropped = 1 - float(mask(p=p).float().mean())
     assert abs(dropped - p) < 6 * math.sqrt(p * (1 - p)) / 512
 
@@ -115,7 +115,7 @@ def test_every_adapter_matrix_learns_before_and_after_a_validation(
 
 
 def test_packed_and_padded_give_the_same_gradients(cuda_backend, documents):
-    """In f32, by two kernels that share nothing but the mathematics."""
+    """The two kernels share only the mathematics; in float32."""
     backend = cuda_backend(F32, STILL)
     packed = packed_batch(documents, [[0, 1, 2, 3]], index=0).to(CUDA)
     padded = padded_batch(documents, [[0], [1], [2], [3]], index=0, pad_id=0).to(CUDA)
@@ -125,7 +125,7 @@ def test_packed_and_padded_give_the_same_gradients(cuda_backend, documents):
 
 
 def test_changing_a_document_changes_nothing_in_the_others(cuda_backend, documents):
-    """Packed, in f32: the logits of the other three stay within 1e-5."""
+    """Packed in float32, the logits of the other three agree to 1e-5."""
     backend = cuda_backend(F32).eval()
 
     def logits():
@@ -144,7 +144,7 @@ def test_changing_a_document_changes_nothing_in_the_others(cuda_backend, documen
 def test_prompts_are_continued_on_the_gpu_as_alone(
     cuda_backend,
 ):
-    """Left padding changes no id in f32."""
+    """Left padding changes no id in float32."""
     backend, prompts = cuda_backend(F32), [[5, 6, 7, 8], [9, 10, 11, 12, 13, 14], [16]]
 
     def complete(some):
@@ -165,7 +165,7 @@ def test_prompts_are_continued_on_the_gpu_as_alone(
     ids=str,
 )
 def test_starts_and_variants_run_on_a_gpu_from_start_to_end(train_in, tmp_path, overrides):
-    """The base is the plain one, the quantization error falls, and the adapter learns."""
+    """The base is the plain one, the quantization error falls, and the adapter trains."""
     still = ["trainer=gpu", STILL, "trainer.max_steps=6"]
     run = train_in(tmp_path / "run", *overrides, *still)
     plain = train_in(tmp_path / "plain", *still)
@@ -179,7 +179,7 @@ def test_starts_and_variants_run_on_a_gpu_from_start_to_end(train_in, tmp_path, 
 
 @pytest.mark.parametrize("init", ["pissa", "loftq"])
 def test_a_start_on_a_gpu_is_that_of_the_cpu(tiny_base, tiny_config, init):
-    """To the last bits of the decomposition: the same update, and equal errors."""
+    """Up to the last bits of the decomposition, update and errors are equal."""
     config = tiny_config(f"lora.init={init}")
     here, there = (QloraBackend(config, tiny_base, device) for device in (CPU, CUDA))
     for name, (before, after) in here.quantization_errors().items():

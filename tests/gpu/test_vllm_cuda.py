@@ -1,4 +1,4 @@
-"""vLLM's own engine on a CUDA machine: its greedy answers are nearly those of the graph at hand."""
+"""Greedy answers of vLLM's engine on a CUDA machine, compared with the in-process model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_greedy_answers_begin_as_those_of_the_graph_at_hand(cache, tiny_config, tmp_path):
-    """Base and tuned, on unquantized weights in f32; eight tokens, before rounding tells."""
+    """Base and tuned in float32 agree for eight tokens, before rounding matters."""
     config = tiny_config("model=smollm2_135m", "backend=lora", "quant.compute_dtype=f32")
     base = resolve(config.model, cache)
     backend = build_backend(config, base)

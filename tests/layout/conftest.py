@@ -33,7 +33,7 @@ SHAPES = {
 
 @pytest.fixture
 def base(tmp_path):
-    """A model directory of two layers, weights all zero, written with one shard a layer."""
+    """Write a model directory of two layers with zero weights, one shard per layer."""
     path = tmp_path / "base"
     path.mkdir()
     (path / "config.json").write_text(json.dumps(CONFIG), "utf-8")

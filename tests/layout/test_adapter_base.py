@@ -1,4 +1,4 @@
-"""What an adapter's base model is known by, without its weights."""
+"""Facts about an adapter's base model that are known without its weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mens_exp.layout.adapter_base import base_of
 
 @pytest.fixture
 def llama_8b(tiny_config, monkeypatch, tmp_path):
-    """Llama-3.1-8B by the dimensions that we ship; the hub is out of reach."""
+    """Return Llama-3.1-8B from the shipped dimensions, with the hub unreachable."""
 
     def away(model_id, revision):
         raise SetupError(f"the hub cannot be reached for {model_id} at {revision}")
@@ -27,7 +27,7 @@ def llama_8b(tiny_config, monkeypatch, tmp_path):
 
 
 def test_an_adapter_of_llama_8b_is_168_megabytes(llama_8b):
-    """Rank 16 on seven projections of 32 layers: 168 MB in f32, 84 MB in bf16, from the shapes."""
+    """Rank 16 on seven projections of 32 layers takes 168 MB in float32 and 84 MB in bf16."""
     sizes = [
         16 * (one.width + one.out) for one in llama_8b.modules.values() if one.layer is not None
     ]
@@ -37,7 +37,7 @@ def test_an_adapter_of_llama_8b_is_168_megabytes(llama_8b):
 
 
 def test_a_model_that_is_not_here_has_its_usual_keys(llama_8b):
-    """A head of its own, and the hub's name."""
+    """The head has its own key, and the name is the hub's."""
     assert llama_8b.embed_key == "model.embed_tokens.weight"
     assert llama_8b.key_of("l31.down") == "model.layers.31.mlp.down_proj.weight"
     assert llama_8b.key_of("lm_head") == "lm_head.weight"
@@ -47,7 +47,7 @@ def test_a_model_that_is_not_here_has_its_usual_keys(llama_8b):
 def test_a_model_that_is_not_made_yet_has_the_keys_that_it_will_have(
     tiny_config, tiny_base, cache, tmp_path
 ):
-    """The same as those of the directory, once it is there."""
+    """The keys equal those of the directory once it is written."""
     model = tiny_config().model
     made, unmade = base_of(model, cache), base_of(model, tmp_path)
     assert made.keys is not unmade.keys
@@ -57,13 +57,13 @@ def test_a_model_that_is_not_made_yet_has_the_keys_that_it_will_have(
 
 
 def test_a_tied_head_is_the_embedding_table(family_base, tmp_path):
-    """gpt2's, whose checkpoint holds no head."""
+    """gpt2's checkpoint has no head."""
     base = base_of(HfModel(id=str(family_base("gpt2").directory)), tmp_path)
     assert base.key_of("lm_head") == base.embed_key == "transformer.wte.weight"
 
 
 def test_a_checkpoint_saved_without_its_head_keeps_its_short_keys(family_base, tmp_path):
-    """As the hub's gpt2 is: `h.0…` instead of `transformer.h.0…`."""
+    """The hub's gpt2 has keys such as `h.0…` and not `transformer.h.0…`."""
     place = shutil.copytree(family_base("gpt2").directory, tmp_path / "gpt2")
     file = place / "model.safetensors"
     short = {name.removeprefix("transformer."): one for name, one in load_file(file).items()}
@@ -113,7 +113,7 @@ def test_what_the_base_does_not_have_is_named(
     changes,
     expected,
 ):
-    """Sizes, layers, keys and shapes; k is [32, 64] there and q [64, 64]."""
+    """Sizes, layers, keys and shapes are checked; k is [32, 64] there and q is [64, 64]."""
     base = base_of(tiny_config().model, cache)
     found = base.problems(*adapter(base, **changes), "a")
     assert [problem.where for problem in found] == expected

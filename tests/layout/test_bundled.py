@@ -37,7 +37,7 @@ def bundle(**values):
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """Install a wheel that carries a file, and that fails on import."""
+    """Install a wheel that contains a file and fails on import."""
     info = tmp_path / "some_wheel-1.2.3.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: some-wheel\nVersion: 1.2.3\n")
@@ -50,17 +50,17 @@ def installed(tmp_path, monkeypatch):
 
 
 def test_file_is_found_without_importing_its_package(installed):
-    """The package's own dependencies need not be installed."""
+    """The package's dependencies need not be installed."""
     assert locate_bundled(bundle()) == installed
 
 
 def test_pinned_content_is_accepted(installed):
-    """Its SHA-256 is the configured one."""
+    """Its SHA-256 equals the configured one."""
     assert verified_bundled(bundle()) == installed
 
 
 def test_other_content_is_refused(installed):
-    """Both hashes are shown, and the command that puts it right."""
+    """The error shows both digests and the command to reinstall."""
     installed.write_bytes(b"other weights")
     with pytest.raises(ModelFileError) as caught:
         verified_bundled(bundle())
@@ -71,7 +71,7 @@ def test_other_content_is_refused(installed):
 
 
 def test_absent_wheel_is_named_with_its_command():
-    """Something is missing on this machine: exit code 3."""
+    """The environment error exits with code 3."""
     with pytest.raises(MissingExtra) as caught:
         locate_bundled(bundle(distribution="no-such-wheel"))
     assert caught.value.exit_code == 3
@@ -79,7 +79,7 @@ def test_absent_wheel_is_named_with_its_command():
 
 
 def test_wheel_without_its_weights_is_named(installed):
-    """A broken installation is not a missing one."""
+    """A broken installation is reported differently from a missing one."""
     installed.unlink()
     with pytest.raises(MissingExtra, match="without its weights"):
         locate_bundled(bundle())
@@ -96,14 +96,14 @@ def _installed(model):
 
 
 def test_pinned_hash_is_that_of_the_published_wheel(smollm2):
-    """The YAML's SHA-256, version and file are those of the installed distribution."""
+    """SHA-256, version and file name in the YAML match the installed distribution."""
     _installed(smollm2)
     assert verified_bundled(smollm2).name == "SmolLM2-135M-Instruct.Q4_1.gguf"
     assert metadata.version(smollm2.distribution) == smollm2.version
 
 
 def test_stated_dimensions_are_those_of_the_gguf(smollm2):
-    """The file's own metadata, read without its tensors."""
+    """They are read from the file's metadata, without its tensors."""
     _installed(smollm2)
     from gguf import GGUFReader
 
@@ -124,7 +124,7 @@ def test_stated_dimensions_are_those_of_the_gguf(smollm2):
 
 
 def test_written_directory_has_the_stated_dimensions(smollm2, cache):
-    """config.json and the weights of the dequantized model agree with the YAML."""
+    """config.json and the dequantized weights agree with the YAML."""
     _installed(smollm2)
     from mens_exp.model.sources import resolve
 

@@ -31,7 +31,7 @@ def random_model(**values):
 
 
 def test_marked_directory_is_whole(base):
-    """The mark holds the hash of the weights."""
+    """The mark has the digest of the weights."""
     record_files(base)
     assert is_whole(base)
     assert marked_weights(base) == hash_weights(base)
@@ -56,14 +56,14 @@ def _shorten(file):
     ids=["unmarked", "cut", "list", "sizes", "empty", "gone", "short shard", "short tokenizer"],
 )
 def test_damaged_directory_is_not_whole(base, damage):
-    """It is made again, never trusted."""
+    """A damaged directory is written again."""
     record_files(base)
     damage(base)
     assert not is_whole(base)
 
 
 def test_weights_hash_sees_every_byte_and_name(base):
-    """It changes with the last byte of a shard and with a shard's name; not with the tokenizer."""
+    """The last byte and the name of a shard change it; the tokenizer does not."""
     hashes = [hash_weights(base)]
     (base / "tokenizer.json").write_text("{}", "utf-8")
     assert hash_weights(base) == hashes[0]
@@ -79,13 +79,13 @@ def test_weights_hash_sees_every_byte_and_name(base):
 
 @pytest.mark.parametrize("change", [{"init_seed": 1}, {"hidden_size": 128}, {"vocab_size": 384}])
 def test_random_model_of_other_values_lies_elsewhere(tmp_path, change):
-    """Every value shapes its weights."""
+    """Each of these values changes the weights."""
     assert place_of(random_model(**change), tmp_path) != place_of(random_model(), tmp_path)
     assert place_of(random_model(), tmp_path).parent == tmp_path / "models"
 
 
 def test_bundled_model_lies_by_its_content(tmp_path, bundled):
-    """Another file is another place; a stated size that is corrected is not."""
+    """Another file changes the path; a corrected size does not."""
     place = place_of(bundled, tmp_path)
     values = {name: getattr(bundled, name) for name in bundled.__dataclass_fields__}
     assert place_of(BundledModel(**values | {"hidden_size": 1}), tmp_path) == place
@@ -93,7 +93,7 @@ def test_bundled_model_lies_by_its_content(tmp_path, bundled):
 
 
 def test_model_is_ready_when_it_is_made_and_whole(base, tmp_path):
-    """A user's own directory always is; one in the cache when it is marked."""
+    """A user's directory always is ready; a cached one is if it is marked."""
     assert ready_directory(HfModel(id=str(base)), tmp_path) == base
     model = random_model()
     place = place_of(model, tmp_path)
@@ -106,7 +106,7 @@ def test_model_is_ready_when_it_is_made_and_whole(base, tmp_path):
 
 
 def test_mark_is_plain_json(base):
-    """Sizes by name, the mark itself not among them."""
+    """It has file sizes by name, without the mark itself."""
     record_files(base)
     record = json.loads((base / MARK).read_text("utf-8"))
     assert record["sizes"]["shard-0.safetensors"] == (base / "shard-0.safetensors").stat().st_size
@@ -114,7 +114,7 @@ def test_mark_is_plain_json(base):
 
 
 def flipped(file, at):
-    """Flip one bit of a file, which keeps its size."""
+    """Flip one bit of a file without changing its size."""
     content = bytearray(file.read_bytes())
     content[at] ^= 0x80
     file.write_bytes(bytes(content))
@@ -122,7 +122,7 @@ def flipped(file, at):
 
 @pytest.mark.parametrize("name", ["shard-1.safetensors", "config.json", "tokenizer.json"])
 def test_one_bit_that_is_another_is_found(base, name):
-    """The file is whole by its size, and named as damaged; so is no other."""
+    """Its size is right, but the file is reported as damaged, and no other is."""
     record_files(base)
     assert damaged_files(base) == []
     flipped(base / name, -2)
@@ -131,7 +131,7 @@ def test_one_bit_that_is_another_is_found(base, name):
 
 
 def test_a_mark_without_hashes_vouches_for_nothing(base):
-    """It is of an earlier version, which recorded sizes."""
+    """Earlier versions recorded only sizes."""
     record_files(base)
     record = json.loads((base / MARK).read_text("utf-8"))
     del record["sha256"]
@@ -140,7 +140,7 @@ def test_a_mark_without_hashes_vouches_for_nothing(base):
 
 
 def test_a_mark_with_another_hash_of_the_weights_is_damaged(base):
-    """It would be certified in the manifest."""
+    """Otherwise the wrong digest would be certified in the manifest."""
     record_files(base)
     record = json.loads((base / MARK).read_text("utf-8"))
     (base / MARK).write_text(json.dumps({**record, "weights_sha256": "0" * 64}), "utf-8")

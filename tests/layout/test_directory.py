@@ -20,7 +20,7 @@ def refusal(path):
 
 
 def single(base):
-    """Replace the shards by one file."""
+    """Replace the shards by a single file."""
     for file in [*base.glob("shard-*"), base / INDEX]:
         file.unlink()
     save_file({"a": np.zeros(2, np.float16)}, base / "model.safetensors")
@@ -33,7 +33,7 @@ def reindex(base, index):
 
 
 def test_shards_are_read_by_their_index(base):
-    """All tensors of both shards, in the shards' order."""
+    """All tensors of both shards are read, in shard order."""
     found = read_directory(base)
     assert [shard.name for shard in found.shards] == ["shard-0.safetensors", "shard-1.safetensors"]
     assert len(found.tensors) == 14
@@ -42,20 +42,20 @@ def test_shards_are_read_by_their_index(base):
 
 
 def test_single_file_needs_no_index(base):
-    """`model.safetensors` by itself."""
+    """`model.safetensors` alone is enough."""
     found = read_directory(single(base))
     assert found.shards == (base / "model.safetensors",)
     assert list(found.tensors) == ["a"]
 
 
 def test_single_file_wins_over_an_index(base):
-    """What is described and hashed is what transformers would load."""
+    """The single file is the one that transformers would load."""
     save_file({"a": np.zeros(2, np.float16)}, base / "model.safetensors")
     assert list(read_directory(base).tensors) == ["a"]
 
 
 def test_absent_shard_is_refused(base):
-    """The index names it, so it is named."""
+    """The error names the shard listed in the index."""
     (base / "shard-1.safetensors").unlink()
     message = refusal(base)
     assert str(base / INDEX) in message
@@ -63,7 +63,7 @@ def test_absent_shard_is_refused(base):
 
 
 def test_truncated_shard_is_refused(base):
-    """The shard itself is named."""
+    """The error names the shard."""
     shard = base / "shard-1.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
     message = refusal(base)
@@ -72,7 +72,7 @@ def test_truncated_shard_is_refused(base):
 
 
 def test_tensor_that_no_shard_holds_is_refused(base):
-    """Loading would fill it with random numbers."""
+    """Loading would initialize it randomly."""
     weight_map = json.loads((base / INDEX).read_text("utf-8"))["weight_map"]
     message = refusal(
         reindex(base, {"weight_map": weight_map | {"lm_head.weight": "shard-0.safetensors"}})
@@ -82,7 +82,7 @@ def test_tensor_that_no_shard_holds_is_refused(base):
 
 @pytest.mark.parametrize("index", [{}, {"weight_map": {}}, {"weight_map": ["a"]}])
 def test_index_that_lists_nothing_is_refused(base, index):
-    """It would make a model without weights."""
+    """The model would have no weights."""
     assert "does not list any tensors" in refusal(reindex(base, index))
 
 
@@ -97,7 +97,7 @@ def test_index_that_lists_nothing_is_refused(base, index):
     ],
 )
 def test_damaged_file_is_named(base, name, content, reason):
-    """Each of the files that a directory needs."""
+    """Every required file is tried."""
     if content is None:
         (base / name).unlink()
     else:
@@ -108,14 +108,14 @@ def test_damaged_file_is_named(base, name, content, reason):
 
 
 def test_directory_without_weights_is_refused(base):
-    """Only safetensors count."""
+    """Only safetensors are read."""
     (single(base) / "model.safetensors").unlink()
     (base / "pytorch_model.bin").write_bytes(b"x")
     assert "contains no safetensors weights" in refusal(base)
 
 
 def test_path_that_is_no_directory_is_refused(tmp_path):
-    """The message says what a model directory holds."""
+    """The message says what a model directory contains."""
     message = refusal(tmp_path / "nowhere")
     assert message.startswith("model.id: is not a directory")
     assert "config.json, safetensors and tokenizer.json" in message
@@ -135,7 +135,7 @@ def test_path_that_is_no_directory_is_refused(tmp_path):
     ],
 )
 def test_licence_is_what_the_card_states(tmp_path, card, stated):
-    """In the head of README.md, and never guessed."""
+    """It is read from the metadata of README.md and never guessed."""
     if card is not None:
         (tmp_path / "README.md").write_text(card, "utf-8")
     assert license_of(tmp_path) == stated

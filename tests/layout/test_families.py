@@ -7,7 +7,7 @@ from mens_exp.layout.families import FAMILIES
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logical_names_are_one_to_one(name):
-    """Two modules of a layer never share a name, nor two names a module."""
+    """In a layer, modules and logical names correspond one to one."""
     projections = FAMILIES[name].projections
     assert len({one.logical for one in projections}) == len(projections)
     assert len({one.path for one in projections}) == len(projections)
@@ -15,7 +15,7 @@ def test_logical_names_are_one_to_one(name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_groups_hold_projections_and_all_linear_holds_all(name):
-    """A group names nothing that the family lacks."""
+    """Groups name only modules that the family has."""
     family = FAMILIES[name]
     logical = {one.logical for one in family.projections}
     assert set(family.groups["all_linear"]) == logical

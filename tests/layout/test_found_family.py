@@ -25,7 +25,7 @@ LAYER = {"attention.query_key_value": (192, 64), "attention.dense": (64, 64), "m
 
 @pytest.fixture
 def directory(tmp_path):
-    """Write a model directory of two layers, some of its tensors replaced or, as None, left out."""
+    """Write a model directory of two layers with some tensors replaced, or left out if None."""
 
     def written(changes=None, **config):
         shapes = {"net.embed_in.weight": (300, 64), "embed_out.weight": (300, 64)}
@@ -44,12 +44,12 @@ def directory(tmp_path):
 
 
 def test_a_known_model_type_keeps_its_table(directory):
-    """Whatever the headers say; they are checked against it elsewhere."""
+    """The headers are checked against the table elsewhere."""
     assert family_in(directory(model_type="gpt2")) is FAMILIES["gpt2"]
 
 
 def test_an_unknown_one_is_read_off_its_headers(directory):
-    """Paths, sizes, layers, the embedding, and that the head is one of its own."""
+    """Paths, sizes, layers, the embedding and an untied head are found."""
     made = directory()
     shape = shape_of(HfModel(id=str(made.path)))
     assert shape.projections() == LAYER
@@ -62,14 +62,14 @@ def test_an_unknown_one_is_read_off_its_headers(directory):
 
 
 def test_one_table_alone_is_a_tied_head(directory):
-    """Unless config.json says otherwise."""
+    """config.json may say otherwise."""
     assert family_in(directory({"embed_out.weight": None})).tied
 
 
 def test_usual_names_get_the_usual_logical_names_and_groups(
     directory,
 ):
-    """So an adapter on them is called what it is called elsewhere."""
+    """An adapter on them has the usual names."""
     usual = {"self_attn.q_proj": (64, 64), "self_attn.v_proj": (64, 64), "mlp.fc": (128, 64)}
     changes = {}
     for layer in range(2):
@@ -84,14 +84,14 @@ def test_usual_names_get_the_usual_logical_names_and_groups(
 def test_names_that_are_not_unique_are_whole_paths(
     directory,
 ):
-    """Two dense layers of one decoder layer are told apart."""
+    """Two dense layers of one decoder layer remain distinct."""
     twice = {f"net.layers.{layer}.mlp.dense.weight": (64, 256) for layer in range(2)}
     logical = [one.logical for one in family_in(directory(twice)).projections]
     assert {"attention_dense", "mlp_dense"} <= set(logical)
 
 
 def test_layers_that_differ_have_modules_of_their_own(directory):
-    """A module of another size, and one that only the second layer has, count where they are."""
+    """A module of another size, and one that only the second layer has, are kept."""
     changes = {
         "net.layers.1.mlp.up.weight": (512, 64),
         "net.layers.1.router.weight": (4, 64),
@@ -105,7 +105,7 @@ def test_layers_that_differ_have_modules_of_their_own(directory):
 
 
 def test_weights_without_layers_are_refused(directory):
-    """The nearest known family is named, or all."""
+    """The error names the nearest known family, or all of them."""
     without = {f"net.layers.{layer}.{path}.weight": None for layer in range(2) for path in LAYER}
     with pytest.raises(ModelFileError, match=r"unknown model_type.*nearest is llama"):
         family_in(directory(without, model_type="lama"))

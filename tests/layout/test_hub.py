@@ -19,7 +19,7 @@ NAME = "lab/tiny-model"
 
 @pytest.fixture
 def model(hub, base):
-    """The two-layer model of this folder's fixtures, on the hub, with much that nobody needs."""
+    """Put the two-layer model of these fixtures on the hub, with many unneeded files."""
     files = {file.name: file.read_bytes() for file in base.iterdir()}
     clutter = dict.fromkeys(
         ["pytorch_model.bin", "consolidated.safetensors", "onnx/model.safetensors", "model.py"],
@@ -42,13 +42,13 @@ def refusal(model):
 
 
 def away(monkeypatch):
-    """Cut the network off, in a process that has asked nothing yet."""
+    """Disconnect the network in a process that has made no request."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     hub_snapshot.forget()
 
 
 def test_a_branch_is_put_down_as_its_commit(hub, model):
-    """Once a process: the branch moves on, and the answer stays."""
+    """Within a process the answer stays the same when the branch moves."""
     first = commit(hub)
     assert ours.pinned(model).revision == first
     hub.repositories[NAME].commit({"config.json": b"{}"})
@@ -62,14 +62,14 @@ def test_a_branch_is_put_down_as_its_commit(hub, model):
 
 
 def test_a_directory_is_put_down_whole(hub, base, monkeypatch):
-    """Whatever folder a run is resumed in, it is the same one; the hub is not asked."""
+    """The path is absolute, so a run may resume from another directory; the hub is not asked."""
     monkeypatch.chdir(base.parent)
     assert ours.pinned(HfModel(id="base")) == HfModel(id=str(base))
     assert hub.requests == []
 
 
 def test_headers_are_read_before_weights(hub, model, base):
-    """Dimensions and tensors are the directory's own, and no shard was fetched."""
+    """Dimensions and tensors are those of the directory, and no shard is fetched."""
     found = ours.describe(model)
     assert found.tensors == read_directory(base).tensors
     assert shape_of(model) == shape_of(HfModel(id=str(base)))
@@ -78,7 +78,7 @@ def test_headers_are_read_before_weights(hub, model, base):
 
 
 def test_bytes_to_download_are_those_of_the_missing_shards(hub, model, base):
-    """Both shards, then none."""
+    """By hand: both shards, then none."""
     shards = sum(file.stat().st_size for file in base.glob("*.safetensors"))
     assert ours.bytes_to_download(model) == shards
     ours.download(model)
@@ -87,7 +87,7 @@ def test_bytes_to_download_are_those_of_the_missing_shards(hub, model, base):
 
 
 def test_only_what_is_needed_is_downloaded(hub, model, base):
-    """Shards, tokenizer and configuration, byte for byte; no pickle, no copy, no code."""
+    """Shards, tokenizer and configuration are equal; no pickle, duplicate or code is fetched."""
     directory = ours.download(model)
     assert directory.name == commit(hub)
     for file in base.iterdir():
@@ -98,13 +98,13 @@ def test_only_what_is_needed_is_downloaded(hub, model, base):
 
 
 def test_code_is_downloaded_where_it_is_asked_for(hub, model):
-    """Of the same commit as the weights."""
+    """It comes from the same commit as the weights."""
     model.trust_remote_code = True
     assert (ours.download(model) / "model.py").is_file()
 
 
 def test_a_pinned_commit_is_what_is_downloaded(hub, model):
-    """Though the branch has moved on since."""
+    """The branch has moved since."""
     model.revision = commit(hub)
     hub.repositories[NAME].commit({"config.json": b"another"})
     directory = ours.download(model)
@@ -114,7 +114,7 @@ def test_a_pinned_commit_is_what_is_downloaded(hub, model):
 
 
 def test_a_cached_model_needs_no_network(hub, model, monkeypatch):
-    """By branch, which the cache remembers, and by commit; nothing is sent."""
+    """It is found by branch and by commit without a request."""
     directory = ours.download(model)
     hub.requests.clear()
     away(monkeypatch)
@@ -125,7 +125,7 @@ def test_a_cached_model_needs_no_network(hub, model, monkeypatch):
 
 
 def test_a_model_that_is_not_cached_needs_one(hub, model, monkeypatch):
-    """The environment's fault, and the command that fetches it."""
+    """The environment error gives the command that fetches the model."""
     away(monkeypatch)
     error = refusal(model)
     assert isinstance(error, SetupError)
@@ -135,7 +135,7 @@ def test_a_model_that_is_not_cached_needs_one(hub, model, monkeypatch):
 
 
 def test_a_half_downloaded_model_needs_one(hub, model, monkeypatch):
-    """One shard is gone, and the hub with it; back again, only that one is fetched."""
+    """With one shard missing it fails offline, and online only that shard is fetched."""
     directory = ours.download(model)
     (directory / "shard-1.safetensors").resolve().unlink()
     (directory / "shard-1.safetensors").unlink()
@@ -150,7 +150,7 @@ def test_a_half_downloaded_model_needs_one(hub, model, monkeypatch):
 
 
 def test_a_hub_that_is_down_is_told(hub, model):
-    """Exit code 3, and what answers badly is named."""
+    """The error exits with code 3 and says which server answered badly."""
     hub.broken = True
     error = refusal(model)
     assert error.exit_code == 3
@@ -158,13 +158,13 @@ def test_a_hub_that_is_down_is_told(hub, model):
 
 
 def test_no_server_at_all_is_told(hub, monkeypatch):
-    """A port nobody listens on."""
+    """Nothing listens on the port."""
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert refusal(HfModel(id="lab/never-seen")).exit_code == 3
 
 
 def test_a_network_that_swallows_packets_holds_nobody_up(hub, monkeypatch):
-    """A server that accepts and never answers is given up on."""
+    """A server that accepts connections and never answers is given up."""
     monkeypatch.setattr(hub_snapshot, "_PATIENCE_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
@@ -174,7 +174,7 @@ def test_a_network_that_swallows_packets_holds_nobody_up(hub, monkeypatch):
 
 
 def test_a_gated_model_names_the_login(hub, model):
-    """And the page where its terms are accepted."""
+    """The error gives the page where the terms are accepted."""
     hub.repositories[NAME].gated = True
     error = refusal(model)
     assert (error.exit_code, error.where) == (2, "model.id")
@@ -192,7 +192,7 @@ def test_a_gated_model_names_the_login(hub, model):
     ],
 )
 def test_a_mistyped_id_names_the_nearest(hub, model, wrong, right):
-    """On the hub, by owner and by name, or among the presets."""
+    """Hub models by owner or name and the presets are searched."""
     error = refusal(HfModel(id=wrong))
     assert isinstance(error, ModelFileError)
     assert error.found == wrong
@@ -200,14 +200,14 @@ def test_a_mistyped_id_names_the_nearest(hub, model, wrong, right):
 
 
 def test_an_id_like_no_other_is_still_refused(hub, model):
-    """Without a guess, and with the login for a private one."""
+    """There is no suggestion, but the login for a private model is mentioned."""
     error = refusal(HfModel(id="zzzz/9999"))
     assert "nearest" not in str(error)
     assert "hf auth login" in str(error)
 
 
 def test_a_wrong_revision_names_the_nearest(hub, model):
-    """Among the branches that there are."""
+    """Existing branches are searched."""
     error = refusal(HfModel(id=NAME, revision="mian"))
     assert isinstance(error, ConfigError)
     assert (error.where, error.found) == ("model.revision", "mian")
@@ -215,12 +215,12 @@ def test_a_wrong_revision_names_the_nearest(hub, model):
 
 
 def test_a_commit_that_is_not_there_is_refused(hub, model):
-    """It looks like one, and the hub does not know it."""
+    """It has the form of a commit but is unknown to the hub."""
     assert refusal(HfModel(id=NAME, revision="0" * 40)).where == "model.revision"
 
 
 def test_a_model_without_safetensors_is_refused(hub, model):
-    """What it has instead is named, and not fetched."""
+    """The error lists the other formats, which are not fetched."""
     files = dict(hub.repositories[NAME].commits[commit(hub)])
     for name in [name for name in files if "safetensors" in name]:
         del files[name]
@@ -232,7 +232,7 @@ def test_a_model_without_safetensors_is_refused(hub, model):
 
 
 def test_a_damaged_header_is_refused(hub, model):
-    """Before a weight is fetched."""
+    """The error comes before any weight is fetched."""
     files = dict(hub.repositories[NAME].commits[commit(hub)])
     files["shard-0.safetensors"] = b"\\x10" + bytes(7) + b"no header at all"
     hub.repositories[NAME].commit(files)
@@ -241,20 +241,20 @@ def test_a_damaged_header_is_refused(hub, model):
 
 @pytest.mark.parametrize("path", ["./nowhere", "/nowhere", "~/nowhere", "a/b/c"])
 def test_a_path_that_leads_nowhere_is_not_looked_up(hub, path):
-    """What is written as a path is one."""
+    """Text written as a path is treated as one."""
     assert "is not a directory" in str(refusal(HfModel(id=path)))
     assert hub.requests == []
 
 
 def test_what_is_no_id_is_refused(hub):
-    """Neither a directory nor anything the hub could have."""
+    """It is neither a directory nor a valid hub id."""
     error = refusal(HfModel(id="my model"))
     assert isinstance(error, ConfigError)
     assert error.where == "model.id"
 
 
 def test_a_full_disk_is_told_before_the_download(hub, model, monkeypatch):
-    """Needed and free bytes, and no shard asked for."""
+    """The error gives needed and free bytes before any shard is requested."""
     usage = hub_snapshot.shutil.disk_usage("/")
     monkeypatch.setattr(hub_snapshot.shutil, "disk_usage", lambda _: usage._replace(free=10))
     with pytest.raises(SetupError, match="10 bytes free"):
@@ -263,7 +263,7 @@ def test_a_full_disk_is_told_before_the_download(hub, model, monkeypatch):
 
 
 def damage(directory):
-    """Flip a bit of a shard where huggingface_hub keeps it, and return the shard's name."""
+    """Flip a bit of a shard in the hub's cache, and return the shard's name."""
     shard = max(directory.glob("*.safetensors"))
     blob = shard.resolve()
     assert re.fullmatch("[0-9a-f]{64}", blob.name)
@@ -274,7 +274,7 @@ def damage(directory):
 
 
 def test_a_shard_that_rotted_in_the_cache_is_fetched_again(hub, model, tmp_path):
-    """The hub's own hash finds it; the bytes are then those of the repository."""
+    """The hub's digest detects it, and the new bytes equal the repository's."""
     first = resolve(model, tmp_path)
     name = damage(first.directory)
     hub_snapshot.forget()
@@ -285,7 +285,7 @@ def test_a_shard_that_rotted_in_the_cache_is_fetched_again(hub, model, tmp_path)
 
 
 def test_a_shard_that_rotted_is_refused_where_no_hub_answers(hub, model, tmp_path, monkeypatch):
-    """Never trained on, whatever else is whole."""
+    """A damaged shard is never trained on."""
     first = resolve(model, tmp_path)
     damage(first.directory)
     away(monkeypatch)
@@ -294,7 +294,7 @@ def test_a_shard_that_rotted_is_refused_where_no_hub_answers(hub, model, tmp_pat
 
 
 def test_a_hub_that_sends_other_bytes_than_it_lists_is_refused(hub, model, tmp_path, monkeypatch):
-    """Fetched again, the shard is still another one."""
+    """After a second download the shard still has another digest."""
     first = resolve(model, tmp_path)
     name = damage(first.directory)
     monkeypatch.setattr(ours, "fetch_again", lambda *_: None)
@@ -304,7 +304,7 @@ def test_a_hub_that_sends_other_bytes_than_it_lists_is_refused(hub, model, tmp_p
 
 
 def rot(directory, name):
-    """Change a digit behind a name of the snapshot: the file is JSON as before."""
+    """Change a digit after a name in the snapshot, which leaves valid JSON."""
     blob = (directory / name).resolve()
     text = blob.read_text("utf-8")
     place = next(i for i, one in enumerate(text) if one.isdigit())
@@ -314,7 +314,7 @@ def rot(directory, name):
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
 def test_a_small_file_that_rotted_in_the_cache_is_fetched_again(hub, model, tmp_path, name):
-    """Weights do not say how many heads they have, and no id is a token without its tokenizer."""
+    """A wrong number of heads or a wrong token id would not be noticed in the weights."""
     first = resolve(model, tmp_path)
     before = (first.directory / name).read_bytes()
     rot(first.directory, name)

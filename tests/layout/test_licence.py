@@ -22,5 +22,5 @@ from mens_exp.layout.checkpoint_files import attribution_required
     ],
 )
 def test_licence_asks_what_its_text_says(licence, required):
-    """Of a text that nobody here has read, nothing is claimed."""
+    """An unknown licence gives None."""
     assert attribution_required(licence) is required

@@ -1,4 +1,4 @@
-"""Which tensors a merge changes, and the adapters that do not belong to a base."""
+"""The tensors that a merge changes, and adapters that do not belong to the base."""
 
 from __future__ import annotations
 
@@ -72,13 +72,13 @@ Q0 = layer("l0.q", "model.layers.0.self_attn.q_proj.weight")
     ],
 )
 def test_an_adapter_of_something_else_is_refused(layers, reason, tmp_path):
-    """Each with what was found and what to do."""
+    """Each error gives the value found and a remedy."""
     (problem,) = layer_problems(layers, [shard_of(tmp_path, LLAMA)], "adapter")
     assert re.search(reason, str(problem)), str(problem)
 
 
 def test_a_quantized_tensor_cannot_be_merged_into(tmp_path):
-    """Codes of 4 bits lie in bytes."""
+    """4-bit codes are packed in bytes."""
     shard = shard_of(tmp_path, LLAMA, np.uint8)
     (problem,) = layer_problems([Q0], [shard], "adapter")
     assert "found U8" in str(problem)
@@ -86,7 +86,7 @@ def test_a_quantized_tensor_cannot_be_merged_into(tmp_path):
 
 
 def test_an_adapter_of_the_base_has_no_problems(tmp_path):
-    """Also where the checkpoint was saved without its head, and stored the other way round."""
+    """The checkpoint may lack its prefix or be transposed."""
     layers = [Q0, layer("lm_head", "model.embed_tokens.weight", (4, 3))]
     assert layer_problems(layers, [shard_of(tmp_path, LLAMA)], "adapter") == []
     gpt2 = [layer("l0.qkv", "transformer.h.0.attn.c_attn.weight", (9, 3))]
@@ -98,7 +98,7 @@ def test_an_adapter_of_the_base_has_no_problems(tmp_path):
     [("a.b", None), ("model.x", "model.x"), ("transformer.h", "h"), ("y", "model.y")],
 )
 def test_names_may_differ_in_their_first_part(key, found):
-    """Whichever of the two was saved without its head."""
+    """Either the adapter or the base may have been saved without its head."""
     assert stored_key(key, {"model.x", "h", "model.y"}) == found
 
 
@@ -114,7 +114,7 @@ def test_names_may_differ_in_their_first_part(key, found):
     ],
 )
 def test_only_gpt2_s_projections_are_transposed(key, expected):
-    """Falcon's and BLOOM's keys begin alike and are Linear's."""
+    """Falcon's and BLOOM's keys start like GPT-2's but are of Linear layers."""
     assert is_transposed(key) is expected
 
 
@@ -123,7 +123,7 @@ def by_name(found):
 
 
 def test_a_subset_holds_the_merged_tensors_alone(tmp_path):
-    """A head that is the embedding table under its own name."""
+    """A head that was tied to the embedding has its own name."""
     head = layer("lm_head", "model.embed_tokens.weight", (4, 3))
     assert untied(head)
     found = by_name(places([Q0, head], [shard_of(tmp_path, LLAMA)], only_merged=True))
@@ -135,7 +135,7 @@ def test_a_subset_holds_the_merged_tensors_alone(tmp_path):
 
 
 def test_a_new_head_stands_beside_every_tensor_of_the_base(tmp_path):
-    """The table keeps its name and nothing is merged into it."""
+    """The embedding table keeps its name, and nothing is merged into it."""
     head = layer("lm_head", "transformer.wte.weight", (4, 3))
     found = by_name(places([head], [shard_of(tmp_path, GPT2)], only_merged=False))
     assert found.keys() == {"lm_head.weight", *GPT2}
@@ -144,7 +144,7 @@ def test_a_new_head_stands_beside_every_tensor_of_the_base(tmp_path):
 
 
 def test_a_head_that_stays_tied_is_merged_into_the_table(tmp_path):
-    """Under the table's own name, and no other tensor is made."""
+    """The tensor has the table's name, and no other is written."""
     head = layer("lm_head", "transformer.wte.weight", (4, 3))
     shards = [shard_of(tmp_path, GPT2)]
     found = by_name(places([head], shards, only_merged=False, unties=False))
@@ -155,6 +155,6 @@ def test_a_head_that_stays_tied_is_merged_into_the_table(tmp_path):
 
 
 def test_a_base_keeps_its_precision(tmp_path):
-    """bf16 where all of it is; f32 for anything else, which it holds without loss."""
+    """bf16 is kept if all tensors have it; everything else becomes float32 without loss."""
     shard = shard_of(tmp_path, GPT2, np.float16)
     assert dtype_of(one.info for one in places([], [shard], only_merged=False)[shard]) == "F32"

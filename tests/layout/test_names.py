@@ -31,7 +31,7 @@ PEFT = "base_model.model."
     ],
 )
 def test_projection_has_its_logical_name(path, family, name):
-    """The names of the adapter schema; PEFT's prefix does not matter."""
+    """The name is that of the adapter schema, with or without PEFT's prefix."""
     assert logical_name(path, FAMILIES[family]) == name
     assert logical_name(PEFT + path, FAMILIES[family]) == name
     assert base_key(PEFT + path, FAMILIES[family], {f"{path}.weight"}) == f"{path}.weight"
@@ -49,20 +49,20 @@ def test_projection_has_its_logical_name(path, family, name):
     ],
 )
 def test_other_module_has_none(path):
-    """Not even one that looks alike, or one of another family."""
+    """Similar names and names of other families have none."""
     with pytest.raises(ModelFileError, match="not a projection with a logical name"):
         logical_name(path, LLAMA)
 
 
 def test_a_checkpoint_saved_without_its_head_lacks_the_first_part_of_each_name():
-    """The key is the one that is there."""
+    """The existing key without the prefix is used."""
     assert base_key("transformer.h.3.mlp.c_fc", GPT2, {"h.3.mlp.c_fc.weight"}) == (
         "h.3.mlp.c_fc.weight"
     )
 
 
 def test_a_tied_head_is_the_embedding_table():
-    """Its own key is taken where there is one."""
+    """If the head has its own key, that is used."""
     embedding = "model.embed_tokens.weight"
     assert base_key("lm_head", LLAMA, {embedding}) == embedding
     assert base_key("lm_head", LLAMA, {embedding, "lm_head.weight"}) == "lm_head.weight"
@@ -70,6 +70,6 @@ def test_a_tied_head_is_the_embedding_table():
 
 
 def test_a_module_that_the_checkpoint_lacks_is_refused():
-    """A delta would have nothing to be added to."""
+    """There is no weight to add a delta to."""
     with pytest.raises(ModelFileError, match="no weight of this module"):
         base_key("model.layers.0.mlp.up_proj", LLAMA, {"model.layers.1.mlp.up_proj.weight"})

@@ -1,4 +1,4 @@
-"""PEFT directories that somebody else made: what is read, and what is refused."""
+"""Third-party PEFT directories: what is read and what is refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Q, V = (f"base_model.model.model.layers.0.self_attn.{one}_proj" for one in "qv")
 
 @pytest.fixture
 def base(tiny_config, cache):
-    """tiny_llama: width 64, four heads of 16, two of them for keys and values."""
+    """Return tiny_llama: width 64, four heads of 16, two key-value heads."""
     return base_of(tiny_config().model, cache)
 
 
@@ -36,7 +36,7 @@ def matrices(path, r, out):
 
 
 def peft_in(directory, tensors=None, **config):
-    """Write what PEFT would; q of rank 2 unless told otherwise."""
+    """Write a PEFT directory, by default with q of rank 2."""
     directory.mkdir(parents=True, exist_ok=True)
     values = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "bias": "none", **config}
     (directory / "adapter_config.json").write_text(json.dumps(values), encoding="utf-8")
@@ -72,7 +72,7 @@ def scales(directory, base):
     ids=["plain", "rslora", "one alpha", "first pattern", "half", "fraction", "regex"],
 )
 def test_each_layers_scale_is_pefts(base, tmp_path, config, expected):
-    """By hand: alpha over r, or its root; of patterns, the first that matches counts."""
+    """By hand: alpha over r or its root; the first matching pattern applies."""
     directory = peft_in(tmp_path / "a", matrices(Q, 2, 64) | matrices(V, 2, 32), **config)
     assert scales(directory, base) == pytest.approx(expected, rel=1e-5)
 
@@ -88,14 +88,14 @@ def test_each_layers_scale_is_pefts(base, tmp_path, config, expected):
     ],
 )
 def test_settings_that_say_how_it_was_made_are_read_over(base, tmp_path, config):
-    """As TRL, Unsloth and PEFT itself leave them; the tensors tell which modules are meant."""
+    """TRL, Unsloth and PEFT write such settings; the tensors determine the modules."""
     assert scales(peft_in(tmp_path / "a", **config), base) == pytest.approx({"l0.q": 3.0})
 
 
 @pytest.mark.parametrize("form", ["base_model.model.", ""])
 @pytest.mark.parametrize("end", ["", ".default"])
 def test_names_with_and_without_prefix_and_adapter_are_read(base, tmp_path, form, end):
-    """A training framework's own save keeps or drops them."""
+    """Some frameworks save names without them."""
     tensors = {
         name.replace("base_model.model.", form, 1).replace(".weight", f"{end}.weight"): values
         for name, values in matrices(Q, 2, 64).items()
@@ -124,19 +124,19 @@ def test_names_with_and_without_prefix_and_adapter_are_read(base, tmp_path, form
     ],
 )
 def test_what_is_more_or_less_than_lora_is_refused(tmp_path, config, message):
-    """Each setting by its name."""
+    """Each setting is named."""
     with pytest.raises((DataError, Problems), match=message):
         read_peft(peft_in(tmp_path / "a", **config), LLAMA)
 
 
 @pytest.mark.parametrize("name", ["rank_pattern", "alpha_pattern"])
 def test_a_pattern_that_never_ends_is_refused(base, tmp_path, monkeypatch, name):
-    """A directory from elsewhere cannot hold up whoever reads it."""
+    """A regular expression with catastrophic backtracking must not hang the reader."""
     monkeypatch.setattr(untrusted_input, "_MOST_S", 0.3)
     directory = peft_in(tmp_path, **{name: {r"([\w.]+)+!": 2}})
 
     def read():
-        untrusted_input._WORKER.end()  # begun by others, with more time
+        untrusted_input._WORKER.end()  # started by earlier tests with a higher limit
         return scales(directory, base)
 
     end = attack(read)
@@ -145,13 +145,13 @@ def test_a_pattern_that_never_ends_is_refused(base, tmp_path, monkeypatch, name)
 
 
 def test_modules_that_peft_chose_by_a_pattern_are_those_of_its_tensors(base, tmp_path):
-    """Which patterns named them is not looked into."""
+    """The patterns that selected them are not evaluated."""
     config = {"target_modules": "(a+)+$", "exclude_modules": "(b|b)*$", "layers_pattern": "(("}
     assert scales(peft_in(tmp_path, **config), base) == {"l0.q": 3.0}
 
 
 def test_several_wrong_settings_are_reported_together(tmp_path):
-    """In one list."""
+    """They are in one list."""
     directory = peft_in(tmp_path / "a", bias="all", modules_to_save=["lm_head"])
     with pytest.raises(Problems) as caught:
         read_peft(directory, LLAMA)
@@ -172,7 +172,7 @@ def test_several_wrong_settings_are_reported_together(tmp_path):
     ],
 )
 def test_a_tensor_that_belongs_to_no_projection_is_refused(tmp_path, name, message):
-    """By its name."""
+    """The error names the tensor."""
     tensors = matrices(Q, 2, 64) | {name: np.ones((2, 2), np.float32)}
     with pytest.raises(DataError, match=message) as caught:
         read_peft(peft_in(tmp_path / "a", tensors), LLAMA)
@@ -180,7 +180,7 @@ def test_a_tensor_that_belongs_to_no_projection_is_refused(tmp_path, name, messa
 
 
 def test_many_wrong_tensors_are_counted(tmp_path):
-    """An adapter of a whole model on the wrong one: eight are shown."""
+    """Of an adapter for another model, eight wrong tensors are shown."""
     tensors = {}
     for layer in range(10):
         tensors |= matrices(f"base_model.model.transformer.h.{layer}.attn.c_attn", 2, 64)
@@ -191,7 +191,7 @@ def test_many_wrong_tensors_are_counted(tmp_path):
 
 
 def test_a_pickle_is_not_read(tmp_path):
-    """It could run code; how to save it again is said."""
+    """A pickle could run code; the error says how to convert it."""
     directory = peft_in(tmp_path / "a")
     (directory / "adapter_model.safetensors").rename(directory / "adapter_model.bin")
     with pytest.raises(DataError, match=r"pickle.*safe_serialization=True"):
@@ -220,7 +220,7 @@ def test_tensors_that_the_settings_do_not_mean_are_refused(
     config,
     message,
 ):
-    """Rank, halves and lengths."""
+    """Ranks, missing halves and magnitudes are checked."""
     adapter = read_peft(peft_in(tmp_path / "a", tensors, **config), base.shape.family)
     with pytest.raises((DataError, Problems), match=message):
         manifest_of(adapter, base, QUANT, "a")
@@ -237,7 +237,7 @@ def test_tensors_that_the_settings_do_not_mean_are_refused(
     ],
 )
 def test_written_again_the_settings_mean_the_same(base, tmp_path, config, patterns):
-    """The scale of each layer is unchanged; patterns are whole paths, and only where needed."""
+    """The scale of each layer stays, and patterns are full paths only where needed."""
     r = 4 if "rank_pattern" in config else 2
     tensors = matrices(Q, r, 64) | matrices(V, 2, 32)
     before = peft_in(tmp_path / "a", tensors, **config)
@@ -258,7 +258,7 @@ def test_written_again_the_settings_mean_the_same(base, tmp_path, config, patter
 
 
 def test_the_directory_is_the_same_bytes_each_time(base, tmp_path):
-    """Sorted keys in both files."""
+    """Keys are sorted in both files."""
     adapter = read_peft(peft_in(tmp_path / "a"), base.shape.family)
     for name in ("b", "c"):
         write_peft(tmp_path / name, *manifest_of(adapter, base, QUANT, "a"), base)
@@ -267,7 +267,7 @@ def test_the_directory_is_the_same_bytes_each_time(base, tmp_path):
 
 
 def test_modules_are_named_as_briefly_as_they_can_be(base, tmp_path):
-    """By their last names where those mean no other module, else whole."""
+    """Last names are used if they match no other module, and paths otherwise."""
     every = {}
     for layer in range(base.shape.num_hidden_layers):
         every |= matrices(Q.replace(".0.", f".{layer}."), 2, 64)

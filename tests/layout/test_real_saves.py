@@ -1,4 +1,4 @@
-"""Layouts against what transformers itself saves, family by family."""
+"""Layouts compared with the files that transformers saves, for every family."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mens_exp.layout.targets import linear_modules
 from mens_exp.model import sources
 from mens_exp.planning.preflight import preflight
 
-# Grouped queries, heads whose width is not hidden_size / heads where a family allows that.
+# Grouped queries, and heads not of width hidden_size / heads where a family allows it.
 _COMMON = {
     "hidden_size": 64,
     "intermediate_size": 192,
@@ -42,7 +42,7 @@ EXPECTED = {
 
 
 def save(name, directory, *, headless=False):
-    """Let transformers make and save a small random model."""
+    """Create and save a small random model with transformers."""
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
     config = AutoConfig.for_model(name, **CONFIGS[name])
@@ -53,13 +53,13 @@ def save(name, directory, *, headless=False):
 
 
 def test_every_family_is_here():
-    """A family added to the table has to be saved and read back too."""
+    """A family that is added to the table must be tested here."""
     assert CONFIGS.keys() == EXPECTED.keys() == FAMILIES.keys()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_real_save_has_the_shapes_that_its_config_tells(name, tmp_path):
-    """Every projection of every layer, under its own name, in the stored orientation."""
+    """Each projection of each layer has its name, in the stored orientation."""
     directory = read_directory(save(name, tmp_path / name))
     shape = shape_of(HfModel(id=str(directory.path)))
     check_weights(directory)
@@ -70,7 +70,7 @@ def test_a_real_save_has_the_shapes_that_its_config_tells(name, tmp_path):
         stored = directory.tensors[key].shape
         assert (one.out, one.width) == EXPECTED[name][one.kind]
         assert stored == ((one.width, one.out) if name == "gpt2" else (one.out, one.width))
-    # Nothing that a layer multiplies with is missed: no other matrix lies in it.
+    # A layer contains no other matrix.
     matrices = {
         key
         for key, info in directory.tensors.items()
@@ -82,7 +82,7 @@ def test_a_real_save_has_the_shapes_that_its_config_tells(name, tmp_path):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_tied_head_has_no_tensor_of_its_own(name, tmp_path):
-    """As the config tells it, the head's key is the table's or its own."""
+    """Depending on the config, the head's key is the table's or its own."""
     directory = read_directory(save(name, tmp_path / name))
     shape = shape_of(HfModel(id=str(directory.path)))
     own = [key for key in directory.tensors if "lm_head" in key]
@@ -92,7 +92,7 @@ def test_a_tied_head_has_no_tensor_of_its_own(name, tmp_path):
 
 
 def test_gpt2_is_read_without_its_prefix_too(tmp_path):
-    """Published GPT-2 checkpoints lack `transformer.`, as a model saved without its head does."""
+    """Published GPT-2 checkpoints lack `transformer.`, like a model saved without its head."""
     directory = read_directory(save("gpt2", tmp_path / "gpt2", headless=True))
     assert "h.0.attn.c_attn.weight" in directory.tensors
     check_weights(directory)
@@ -104,7 +104,7 @@ def test_gpt2_is_read_without_its_prefix_too(tmp_path):
 def test_model_that_reads_images_too_is_refused_by_the_name_of_the_text_only_one(
     tmp_path,
 ):
-    """Gemma 3 with a vision tower, as transformers saves it: once, with exit code 2."""
+    """For Gemma 3 with a vision tower there is one error with exit code 2."""
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
     vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}

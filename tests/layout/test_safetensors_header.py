@@ -18,7 +18,7 @@ def file(tmp_path):
 
 
 def write(file, header, data=b"", *, length=None):
-    """Write a file with a header given as an object, or as the raw bytes."""
+    """Write a file whose header is given as an object or as bytes."""
     raw = header if isinstance(header, bytes) else json.dumps(header).encode()
     size = len(raw) if length is None else length
     file.write_bytes(size.to_bytes(8, "little") + raw + data)
@@ -34,7 +34,7 @@ def refusal(file):
 
 
 def test_header_of_a_written_file_is_read(file):
-    """Types, shapes and places, as the reference implementation wrote them."""
+    """Types, shapes and offsets equal those that the reference implementation wrote."""
     save_file(
         {"a": np.zeros((2, 3), np.float32), "b": np.zeros(4, np.int64)}, file, {"format": "pt"}
     )
@@ -47,7 +47,7 @@ def test_header_of_a_written_file_is_read(file):
 
 
 def test_scalar_and_empty_tensors_are_read(file):
-    """A shape of nothing is one element, a zero in it none; two may begin at one place."""
+    """A scalar has one element and an empty tensor none; both may start at one offset."""
     header = {
         "full": {"dtype": "U8", "shape": [], "data_offsets": [0, 1]},
         "empty": {"dtype": "F32", "shape": [0, 4], "data_offsets": [0, 0]},
@@ -59,13 +59,13 @@ def test_scalar_and_empty_tensors_are_read(file):
 
 
 def test_file_without_tensors_is_read(file):
-    """The smallest header there is."""
+    """The smallest possible header is accepted."""
     assert read_header(write(file, {})) == {}
 
 
 @pytest.mark.parametrize("kept", [0, 3, 8, 20])
 def test_file_cut_in_its_header_is_refused(file, kept):
-    """Whether nothing, part of the length, or part of the JSON is left."""
+    """Nothing, part of the length, or part of the JSON is left."""
     whole = write(file, ONE, bytes(8)).read_bytes()
     file.write_bytes(whole[:kept])
     message = refusal(file)
@@ -74,20 +74,20 @@ def test_file_cut_in_its_header_is_refused(file, kept):
 
 
 def test_file_cut_in_its_data_is_refused(file):
-    """One byte too few."""
+    """One byte is missing."""
     message = refusal(write(file, ONE, bytes(7)))
     assert "the file is truncated" in message
     assert "found 7 bytes of data · expected 8" in message
 
 
 def test_file_with_bytes_to_spare_is_refused(file):
-    """One byte too many belongs to no tensor."""
+    """One extra byte belongs to no tensor."""
     assert "extra bytes at its end" in refusal(write(file, ONE, bytes(9)))
 
 
 @pytest.mark.parametrize("length", [1_000_000_000, 2**64 - 1])
 def test_header_length_beyond_reason_is_refused_unread(file, length):
-    """A gigabyte of header is not allocated to find out that it is not there."""
+    """A gigabyte is not allocated before the check."""
     assert f"found {length} bytes" in refusal(write(file, b"{}", length=length))
 
 
@@ -111,12 +111,12 @@ def test_header_length_beyond_reason_is_refused_unread(file, length):
     ids=lambda raw: raw[:60].decode("latin-1"),
 )
 def test_header_of_another_form_is_refused(file, raw):
-    """Whatever the JSON is, it ends in a message that names the file."""
+    """Any other JSON gives an error that names the file."""
     assert "not a safetensors header" in refusal(write(file, raw, bytes(8)))
 
 
 def test_unknown_dtype_is_refused(file):
-    """The tensor is named."""
+    """The error names the tensor."""
     header = {"layers.a": {"dtype": "Q4", "shape": [2], "data_offsets": [0, 1]}}
     message = refusal(write(file, header, bytes(1)))
     assert "unknown dtype" in message
@@ -126,7 +126,7 @@ def test_unknown_dtype_is_refused(file):
 
 @pytest.mark.parametrize("offsets", [[0, 4], [0, 12], [8, 0], [4, 8]])
 def test_offsets_that_lie_about_the_size_are_refused(file, offsets):
-    """Two F32 are eight bytes."""
+    """Two F32 values take eight bytes."""
     header = {"a": {"dtype": "F32", "shape": [2], "data_offsets": offsets}}
     message = refusal(write(file, header, bytes(8)))
     assert "offsets disagree" in message
@@ -137,11 +137,11 @@ def test_offsets_that_lie_about_the_size_are_refused(file, offsets):
     "second", [[12, 20], [4, 12], [0, 8], [-8, 0]], ids=["hole", "overlap", "same", "before"]
 )
 def test_tensors_must_follow_each_other(file, second):
-    """No hole, no overlap, nothing before the data."""
+    """Gaps, overlaps and leading bytes are refused."""
     header = ONE | {"b": {"dtype": "F32", "shape": [2], "data_offsets": second}}
     assert "overlap or leave a gap" in refusal(write(file, header, bytes(20)))
 
 
 def test_absent_file_is_refused(file):
-    """The system's reason is passed on."""
+    """The error includes the system's message."""
     assert "cannot be read" in refusal(file)

@@ -1,4 +1,4 @@
-"""A file written tensor by tensor, read by the library of the format."""
+"""Files written tensor by tensor, read back with the safetensors library."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def written(file, step=1 << 20, metadata=None):
 
 @pytest.mark.parametrize("step", [1, 5, 1 << 20])
 def test_tensors_come_back_however_they_were_cut(tmp_path, step):
-    """Types, shapes and values, a scalar and an empty tensor among them."""
+    """Types, shapes and values round-trip, scalars and empty tensors included."""
     path = tmp_path / "a.safetensors"
     with path.open("wb") as file:
         written(file, step, {"format": "pt"})
@@ -51,7 +51,7 @@ def test_tensors_come_back_however_they_were_cut(tmp_path, step):
 
 
 def test_wide_types_come_first_and_equal_tensors_give_equal_bytes():
-    """So that each tensor is aligned to its own type."""
+    """Each tensor is then aligned to its type."""
     one, two = io.BytesIO(), io.BytesIO()
     assert written(one) == ["scalar", "wide", "none", "half", "odd"]
     written(two, 3)
@@ -59,7 +59,7 @@ def test_wide_types_come_first_and_equal_tensors_give_equal_bytes():
 
 
 def test_a_tensor_out_of_turn_too_long_or_too_short_is_a_bug():
-    """What the header promises is what follows."""
+    """The data must match the header."""
     outlines = {"a": Outline(dtype="U8", shape=(2,)), "b": Outline(dtype="U8", shape=(1,))}
     with pytest.raises(AssertionError, match="a comes first"):
         SafetensorsWriter(io.BytesIO(), outlines).write("b", b"1")

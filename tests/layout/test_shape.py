@@ -13,7 +13,7 @@ from mens_exp.layout.families import FAMILIES
 from mens_exp.layout.model_cache import random_config
 from mens_exp.layout.shape import Shape, check_weights, shape_of
 
-# 3 query heads and 1 key-value head of width 4, two layers.
+# Three query heads and one key-value head of width 4, two layers.
 SHAPE = Shape(
     family=FAMILIES["llama"],
     hidden_size=12,
@@ -37,7 +37,7 @@ def configure(base, **changes):
 
 
 def test_projections_have_their_shapes():
-    """[out, in] by hand, for grouped queries."""
+    """The shapes are [out, in] by hand, for grouped queries."""
     assert SHAPE.projections() == {
         "self_attn.q_proj": (12, 12),
         "self_attn.k_proj": (4, 12),
@@ -50,7 +50,7 @@ def test_projections_have_their_shapes():
 
 
 def test_parameters_are_counted():
-    """Two layers of 144+48+48+144+3·240 weights; a table of 1,200, twice where it is not tied."""
+    """By hand: two layers of 144+48+48+144+3·240, and a table of 1,200, twice if untied."""
     assert SHAPE.linear_parameters == 2 * 1104
     assert SHAPE.embedding_parameters == 1200
     untied = Shape(**{name: getattr(SHAPE, name) for name in SHAPE.__slots__} | {"tied": False})
@@ -60,7 +60,7 @@ def test_parameters_are_counted():
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_weight_of_a_family_is_counted(name, tied):
-    """As many as transformers makes of the same config.json, on no device."""
+    """The oracle is transformers' model of the same config.json on the meta device."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -79,33 +79,33 @@ def test_every_weight_of_a_family_is_counted(name, tied):
 
 
 def test_written_model_has_the_configured_shape(tiny_config, tiny_base):
-    """What tiny_llama's config.json says is what its YAML says."""
+    """tiny_llama's config.json equals its YAML."""
     configured = tiny_config().model
     assert isinstance(configured, RandomModel)
     assert shape_of(HfModel(id=str(tiny_base.directory))) == shape_of(configured)
 
 
 def test_written_model_has_the_weights_of_its_shape(tiny_base):
-    """Every projection that is expected is there."""
+    """Every expected projection is written."""
     check_weights(read_directory(tiny_base.directory))
 
 
 def test_directory_states_its_shape(base):
-    """Sizes from config.json; the head's width follows from them."""
+    """Sizes come from config.json, and the width of a head follows."""
     shape = shape_of(HfModel(id=str(base)))
     assert (shape.hidden_size, shape.head_dim, shape.num_key_value_heads) == (64, 32, 1)
     assert shape.tied
 
 
 def test_optional_dimensions_have_transformers_defaults(base):
-    """Without them, every query head has its own keys and the head is not tied."""
+    """The defaults are as many key-value heads as query heads, and an untied head."""
     model = configure(base, num_key_value_heads=None, tie_word_embeddings=None)
     shape = shape_of(model)
     assert (shape.num_key_value_heads, shape.tied) == (2, False)
 
 
 def test_width_of_a_head_may_be_stated(base):
-    """Some families' heads are not hidden_size over heads."""
+    """In some families the width is not hidden_size over heads."""
     assert shape_of(configure(base, head_dim=48)).projections()["self_attn.q_proj"] == (96, 64)
 
 
@@ -120,13 +120,13 @@ def test_width_of_a_head_may_be_stated(base):
     ],
 )
 def test_directory_without_its_shape_is_refused(base, changes, reason):
-    """The missing or unusable dimension is named."""
+    """The error names the missing or invalid dimension."""
     with pytest.raises(ModelFileError, match=reason):
         shape_of(configure(base, **changes))
 
 
 def test_weights_of_the_stated_shape_are_accepted(base):
-    """With and without the prefix that a model saved without its head lacks."""
+    """The prefix may be missing, as in a model saved without its head."""
     check_weights(read_directory(base))
     for shard in base.glob("*.safetensors"):
         bare = {name.removeprefix("model."): t for name, t in load_file(shard).items()}
@@ -138,7 +138,7 @@ def test_weights_of_the_stated_shape_are_accepted(base):
 
 
 def test_layer_without_weights_is_refused(base):
-    """Three layers are promised and two are there."""
+    """Three layers are stated and two exist."""
     configure(base, num_hidden_layers=3)
     with pytest.raises(ModelFileError, match="weights disagree with") as caught:
         check_weights(read_directory(base))
@@ -147,7 +147,7 @@ def test_layer_without_weights_is_refused(base):
 
 
 def test_weights_of_another_shape_are_refused(base):
-    """Shapes found and expected are shown."""
+    """The error shows both shapes."""
     tensors = load_file(base / "shard-1.safetensors")
     tensors["model.layers.1.mlp.down_proj.weight"] = np.zeros((128, 64), np.float16)
     save_file(tensors, base / "shard-1.safetensors")
@@ -158,7 +158,7 @@ def test_weights_of_another_shape_are_refused(base):
 
 
 def _config_json(directory, **values):
-    """A directory with the two files that a shape is read from, and no weights of use."""
+    """Write the two files from which a shape is read, with dummy weights."""
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(values), "utf-8")
     (directory / "tokenizer.json").write_text("{}", "utf-8")
@@ -167,7 +167,7 @@ def _config_json(directory, **values):
 
 
 def test_gpt2_names_its_dimensions_its_own_way(tmp_path):
-    """n_inner left open is four times the width; the head is tied unless told otherwise."""
+    """If n_inner is null it is four times the width; the head is tied by default."""
     shape = shape_of(
         _config_json(
             tmp_path / "gpt2",
@@ -188,12 +188,12 @@ def test_gpt2_names_its_dimensions_its_own_way(tmp_path):
         "mlp.c_fc": (3072, 768),
         "mlp.c_proj": (768, 3072),
     }
-    # Published: 124,439,808 parameters, of which 1024 positions, biases and norms are not counted.
+    # Published: 124,439,808 parameters; 1,024 positions, biases and norms are not counted here.
     assert shape.linear_parameters + shape.embedding_parameters == 84_934_656 + 38_597_376
 
 
 def test_phi3_fuses_projections(tmp_path):
-    """Queries, keys and values are one matrix, gate and up another; Phi-3-mini's sizes."""
+    """In Phi-3-mini q, k and v are one matrix, and gate and up another."""
     shape = shape_of(
         _config_json(
             tmp_path / "phi3",

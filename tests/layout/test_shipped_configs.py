@@ -9,7 +9,7 @@ from transformers import AutoConfig
 from mens_exp.layout import hub
 from mens_exp.layout.hub import shipped_config
 
-# Parameters as the hub's own pages count them, safetensors headers summed.
+# Parameters as counted on the hub's pages, from safetensors headers.
 PARAMETERS = {
     "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
     "meta-llama/Llama-3.1-70B-Instruct": 70_553_706_496,
@@ -20,7 +20,7 @@ PARAMETERS = {
 
 
 def test_models_of_the_presets_are_shipped():
-    """And no other: nobody else's dimensions are known here."""
+    """No other model's dimensions are shipped."""
     folder = Path(hub.__file__).parent / "shipped"
     ids = {json.loads(file.read_text("utf-8"))["id"] for file in folder.iterdir()}
     assert ids == PARAMETERS.keys()
@@ -29,7 +29,7 @@ def test_models_of_the_presets_are_shipped():
 
 @pytest.mark.parametrize("model_id", PARAMETERS)
 def test_dimensions_are_those_of_the_published_model(model_id):
-    """Built on the meta device by transformers, it has as many parameters as published."""
+    """The parameters of transformers' model on the meta device equal the published number."""
     import torch
     from transformers import AutoModelForCausalLM
 

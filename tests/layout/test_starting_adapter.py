@@ -24,7 +24,7 @@ LLAMA = FAMILIES["llama"]
 
 @pytest.fixture
 def run(tmp_path):
-    """A finished training run with an adapter of one layer, rank 2, in both forms."""
+    """Return a finished run with an adapter of one layer, rank 2, in both forms."""
     made = RunDir(tmp_path / "outputs" / "run")
     manifest = AdapterManifest(
         adapter_method="qlora",
@@ -68,7 +68,7 @@ def peft_in(directory, tensors, dtype=torch.float32, **config):
 
 @pytest.mark.parametrize("place", ["", "adapter"])
 def test_a_run_and_its_adapter_directory_are_one_adapter(run, place):
-    """Found under either name, read with what its manifest says."""
+    """Both paths give the same adapter with its manifest."""
     assert find(str(run.path / place)) == run.adapter
     adapter = read(run.adapter, LLAMA)
     assert (adapter.form, adapter.rank, adapter.alpha) == ("v3", 2, 6)
@@ -78,14 +78,14 @@ def test_a_run_and_its_adapter_directory_are_one_adapter(run, place):
 
 
 def test_latest_is_the_run_that_started_last(run, monkeypatch):
-    """Under ./outputs, made absolute, so that it stays that run."""
+    """The newest run under ./outputs is resolved to an absolute path."""
     monkeypatch.chdir(run.path.parents[1])
     assert find("latest") == run.adapter
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_a_peft_directory_is_read_under_logical_names(run, tmp_path, dtype):
-    """In any format that PEFT writes; the values here are exact in each."""
+    """All formats of PEFT are read; the values here are exact in each."""
     ours = read(run.adapter, LLAMA).tensors
     theirs = read(find(str(peft_in(tmp_path / "peft", ours, dtype))), LLAMA)
     assert (theirs.form, theirs.rank, theirs.alpha) == ("peft", 2, 6)
@@ -97,12 +97,12 @@ def test_a_peft_directory_is_read_under_logical_names(run, tmp_path, dtype):
 
 
 def test_the_peft_view_of_a_run_knows_its_base(run):
-    """The manifest of schema v3 lies beside it."""
+    """The manifest of schema v3 is stored next to it."""
     assert read(find(str(run.peft)), LLAMA).base_weights_sha256 == BASE
 
 
 def test_a_variant_and_its_patterns_are_read_from_peft(run, tmp_path):
-    """An alpha of its own is told by layer; the rank is the matrices'."""
+    """alpha_pattern gives a layer's alpha; the rank is that of the matrices."""
     directory = peft_in(
         tmp_path / "peft",
         read(run.adapter, LLAMA).tensors,
@@ -126,14 +126,14 @@ def test_a_variant_and_its_patterns_are_read_from_peft(run, tmp_path):
     ],
 )
 def test_a_peft_adapter_that_no_run_could_have_left_is_refused(run, tmp_path, config, message):
-    """No setting of ours says its scale or its variant."""
+    """No setting of ours expresses its scale or variant."""
     directory = peft_in(tmp_path / "peft", read(run.adapter, LLAMA).tensors, **config)
     with pytest.raises(DataError, match=message):
         read(directory, LLAMA)
 
 
 def test_an_export_of_mixed_ranks_is_no_start(run, tmp_path):
-    """Its one scale is no alpha over each layer's rank; the way to a PEFT form is named."""
+    """One scale cannot be alpha over several ranks; the error names the PEFT form."""
     manifest, tensors = read_adapter(run.adapter)
     ours = {"rank_pattern": {"l0.q": 2}, "scale": "header"}
     mixed = dataclasses.replace(manifest, rank=4, mens_exp=ours)
@@ -144,7 +144,7 @@ def test_an_export_of_mixed_ranks_is_no_start(run, tmp_path):
 
 @pytest.mark.parametrize("text", ["nowhere", "latest"])
 def test_what_is_not_there_is_refused(tmp_path, monkeypatch, text):
-    """By the setting's own name, with what it takes."""
+    """The error names the setting and lists accepted values."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RequestError) as caught:
         find(text)
@@ -153,7 +153,7 @@ def test_what_is_not_there_is_refused(tmp_path, monkeypatch, text):
 
 
 def test_a_run_that_has_not_ended_is_refused(run):
-    """It has no adapter yet; the way to one is named."""
+    """It has no adapter yet; the error says how to get one."""
     os.rename(run.adapter, run.path / "gone")
     with pytest.raises(RequestError, match="the run has no adapter") as caught:
         find(str(run.path))
@@ -171,7 +171,7 @@ def test_a_run_that_has_not_ended_is_refused(run):
     ids=["no object", "no alpha", "no tensors", "truncated"],
 )
 def test_a_damaged_peft_directory_is_refused(run, tmp_path, damage):
-    """With a message of ours, whatever is wrong."""
+    """Every kind of damage gives one of our errors."""
     directory = peft_in(tmp_path / "peft", read(run.adapter, LLAMA).tensors)
     damage(directory)
     with pytest.raises(MensError) as caught:

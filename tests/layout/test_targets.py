@@ -18,7 +18,7 @@ from mens_exp.layout.targets import (
 
 
 def shape(family="llama", layers=12, **changes):
-    """A model of widths 12, 20, 12 and 4, so that no two of its projections are alike by chance."""
+    """Return a model of widths 12, 20, 12 and 4, so that confused dimensions show."""
     sizes = {
         "hidden_size": 12,
         "intermediate_size": 20,
@@ -59,7 +59,7 @@ def names(targets, family="llama", layers=1):
     ],
 )
 def test_target_of_a_llama_matches(target, expected):
-    """Groups, last names and globs; only lm_head and an all-embracing glob reach the head."""
+    """Groups, last names and globs match; only lm_head and `*` include the head."""
     assert names([target]) == expected.split()
 
 
@@ -77,13 +77,13 @@ def test_target_of_a_llama_matches(target, expected):
     ],
 )
 def test_groups_mean_the_same_in_families_of_other_names(family, target, expected):
-    """A module's last name is the family's own; `o_proj` is the group wherever it is one."""
+    """`o_proj` is the name or the group, depending on the family."""
     assert names([target], family) == expected.split()
 
 
 @pytest.mark.parametrize("family", ["phi3", "gpt2"])
 def test_query_and_value_alone_cannot_be_had_of_a_fused_module(family):
-    """The message says why, and what there is."""
+    """The message says why, and which modules exist."""
     with pytest.raises(ConfigError, match="query, key and value in one module") as caught:
         chosen(lora("qv"), shape(family))
     assert caught.value.where == "lora.targets"
@@ -91,14 +91,14 @@ def test_query_and_value_alone_cannot_be_had_of_a_fused_module(family):
 
 
 def test_globs_choose_layers():
-    """`[0-1]` and `1?` are digits of the layer's number, never a part of another layer's."""
+    """`[0-1]` and `1?` match digits of the whole layer number."""
     assert names(["model.layers.[0-1].*.q_proj"], layers=12) == ["l0.q", "l1.q"]
     assert names(["*.layers.1?.mlp.down_proj"], layers=12) == ["l10.down", "l11.down"]
     assert names(["*.layers.1.*.v_proj"], layers=12) == ["l1.v"]
 
 
 def test_overlapping_targets_count_once_in_the_model_s_order():
-    """Whatever order they are named in."""
+    """The order of the targets does not matter."""
     assert names(["mlp", "up_proj", "q_proj"]) == ["l0.q", "l0.gate", "l0.up", "l0.down"]
 
 
@@ -113,7 +113,7 @@ def test_overlapping_targets_count_once_in_the_model_s_order():
     ],
 )
 def test_target_that_matches_nothing_is_refused(target, hint):
-    """Part of a name is not a name; the nearest is named."""
+    """A part of a name does not match; the error gives the nearest name."""
     with pytest.raises(ConfigError, match="matches no linear module") as caught:
         chosen(lora("q_proj", target), shape())
     assert (caught.value.where, caught.value.found) == ("lora.targets", target)
@@ -121,7 +121,7 @@ def test_target_that_matches_nothing_is_refused(target, hint):
 
 
 def test_targets_that_match_nothing_are_told_together():
-    """Two are two problems."""
+    """Two bad targets are two problems."""
     with pytest.raises(Problems) as caught:
         chosen(lora("a_proj", "b_proj"), shape())
     assert len(caught.value.problems) == 2
@@ -129,7 +129,7 @@ def test_targets_that_match_nothing_are_told_together():
 
 @pytest.mark.parametrize("name", ["rank_pattern", "alpha_pattern"])
 def test_pattern_that_matches_no_adapted_module_is_refused(name):
-    """A module of the model is not enough: it must be a target."""
+    """A pattern must match a target, not just a module of the model."""
     assert target_problems(lora("attention", **{name: {"q_proj": 4, "qv": 8}}), shape()) == []
     (problem,) = target_problems(lora("attention", **{name: {"up_proj": 4}}), shape())
     assert (problem.where, problem.found) == (f"lora.{name}", "up_proj")
@@ -137,7 +137,7 @@ def test_pattern_that_matches_no_adapted_module_is_refused(name):
 
 
 def test_the_last_pattern_that_matches_counts():
-    """So that a general one can be followed by an exception."""
+    """A general pattern may be followed by an exception."""
     modules = chosen(lora("qv"), shape(layers=2))
     values = pattern_values(
         {"*": 4, "v_proj": 2, "*.layers.1.*": 8}, modules, shape().family, usual=16
@@ -158,12 +158,12 @@ def test_the_last_pattern_that_matches_counts():
     ],
 )
 def test_adapter_parameters_are_r_times_in_plus_out(targets, changes, count):
-    """For each module of the two layers by its own rank; DoRA has a length for each output."""
+    """Each module of two layers counts by its rank; DoRA adds a magnitude per output."""
     assert adapter_parameters(lora(*targets, **changes), shape(layers=2)) == count
 
 
 def test_llama_8b_has_the_adapter_that_its_users_know():
-    """Llama-3.1-8B at r 16 on the seven projections: 41,943,040 parameters."""
+    """Llama-3.1-8B at r 16 on seven projections has 41,943,040 parameters."""
     llama = shape(
         layers=32,
         hidden_size=4096,
@@ -186,13 +186,13 @@ def test_llama_8b_has_the_adapter_that_its_users_know():
     ],
 )
 def test_what_matched_is_said_in_a_line(targets, expected):
-    """Kinds that sit in the same layers share a phrase."""
+    """Kinds in the same layers are grouped."""
     assert described(chosen(lora(*targets), shape()), 12).startswith(expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_names_of_a_model_are_one_to_one(family):
-    """Paths and logical names alike; groups are known names of known kinds."""
+    """Paths and logical names are unique; groups contain only known names."""
     modules = linear_modules(shape(family, 2))
     assert len({one.path for one in modules}) == len({one.logical for one in modules})
     assert len(modules) == 2 * len(FAMILIES[family].projections) + 1

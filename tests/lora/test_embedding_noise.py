@@ -1,4 +1,4 @@
-"""NEFTune's noise on embeddings, compared with transformers' own hook."""
+"""NEFTune noise on embeddings, compared with transformers' own hook."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def documents(random_documents):
 
 
 def added(noise, batch, width=D):
-    """Return what is added to embeddings that are all zero."""
+    """Return what is added to embeddings of zero."""
     with noise.over(batch.document_lengths):
         return noise(torch.zeros(*batch.input_ids_BT.shape, width))
 
 
 def test_one_document_has_the_noise_of_transformers_own_hook(monkeypatch, documents):
-    """Its hook draws from our stream here, and scales the draws itself."""
+    """The hook is given our random stream and scales the draws itself."""
     noise = EmbeddingNoise(ALPHA, seed=3).train()
     noise.begin(7)
     batch = packed_batch(documents, [[1]], index=7)
@@ -53,7 +53,7 @@ def test_one_document_has_the_noise_of_transformers_own_hook(monkeypatch, docume
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_every_document_has_the_noise_of_its_own_length(documents, packing):
-    """Up to alpha / sqrt(L · D), whatever its neighbours; the draws are uniform; padding has none.
+    """Noise is uniform up to alpha / sqrt(L · D) for a document of L tokens; padding has none.
 
     Of n uniform draws, the largest is above 0.97 but for a chance of 0.97^n: 4e-4 for n = 256.
     """
@@ -75,13 +75,13 @@ def test_every_document_has_the_noise_of_its_own_length(documents, packing):
         most = ALPHA / math.sqrt(length * D)
         assert 0.97 * most < float(part.abs().max()) <= most * (1 + 1e-6)
         values = part.flatten().double() / most
-        deviation = math.sqrt(1 / 3 / len(values))  # of the mean of draws of variance 1/3
+        deviation = math.sqrt(1 / 3 / len(values))  # of a mean of draws with variance 1/3
         assert abs(float(values.mean())) < 4 * deviation
         assert float(values.square().mean()) == pytest.approx(1 / 3, rel=0.2)
 
 
 def test_noise_is_a_function_of_seed_and_micro_batch(documents):
-    """Not of any generator, nor of what was drawn before."""
+    """It does not depend on global generators or earlier draws."""
     batch = packed_batch(documents, [[0]], index=0)
 
     def drawn(seed, micro_batch):
@@ -96,7 +96,7 @@ def test_noise_is_a_function_of_seed_and_micro_batch(documents):
 
 
 def test_bf16_embeddings_stay_bf16(documents):
-    """The noise is drawn in f32 and rounded."""
+    """The noise is drawn in float32 and rounded."""
     noise = EmbeddingNoise(ALPHA, seed=0).train()
     batch = packed_batch(documents, [[0]], index=0)
     with noise.over(batch.document_lengths):
@@ -106,11 +106,11 @@ def test_bf16_embeddings_stay_bf16(documents):
 
 
 def test_a_training_pass_is_that_of_transformers_on_noisy_embeddings(tiny_backend, documents):
-    """Hidden states to 1e-5, given the embeddings and the noise as inputs."""
+    """Given the noisy embeddings as input, hidden states agree to 1e-5."""
     from transformers import AutoModelForCausalLM
 
     lora = ("backend=lora", "quant=none")
-    backend = tiny_backend(*EXACT, *lora, NOISY).train()  # B = 0: the base alone
+    backend = tiny_backend(*EXACT, *lora, NOISY).train()  # B = 0, so this is the base
     batch = packed_batch(documents, [[1]], index=4)
     backend.begin(4)
     found = backend(batch).detach()
@@ -127,7 +127,7 @@ def test_a_training_pass_is_that_of_transformers_on_noisy_embeddings(tiny_backen
 
 @pytest.mark.parametrize("overrides", [(), ("backend=full", "quant=none")])
 def test_only_training_passes_have_noise(tiny_backend, documents, overrides):
-    """Validation, a pass without gradients and a probe have those of a model without noise."""
+    """Validation, passes without gradients and probes equal those of a model without noise."""
     noisy = tiny_backend(*EXACT, *overrides, NOISY).train()
     plain = tiny_backend(*EXACT, *overrides).train()
     batch = packed_batch(documents, [[0, 1, 2]], index=0)
@@ -144,13 +144,13 @@ def test_only_training_passes_have_noise(tiny_backend, documents, overrides):
 
 
 def test_a_negative_alpha_is_refused(tiny_config):
-    """By its name."""
+    """The error names the setting."""
     found = problems_of(tiny_config("objective.neftune_alpha=-1"))
     assert any("objective.neftune_alpha" in str(one) for one in found)
 
 
 def test_the_proxy_stack_refuses_noise(tiny_config):
-    """It would be ignored there."""
+    """The setting would have no effect there."""
     key = "objective.neftune_alpha"
     (problem,) = ineffective_overrides(tiny_config("backend=proxy", f"{key}=5"), [key])
     assert "backend=proxy" in str(problem)

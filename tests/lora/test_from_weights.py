@@ -1,4 +1,4 @@
-"""PiSSA and LoftQ on single matrices, against the exact decomposition."""
+"""PiSSA and LoftQ on single matrices, compared with the exact decomposition."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def matrix(out=96, width=64, seed=0):
 
 
 def coarse(values):
-    """A quantizer of a few levels, as a stand-in for NF4."""
+    """A quantizer with few levels, in place of NF4."""
     step = values.abs().max() / 4
     return (values / step).round() * step
 
@@ -30,7 +30,7 @@ def loftq(weight, rounded, *, iters, **where):
 
 
 def best(values, r):
-    """Return the nearest matrix of a rank, by torch's own decomposition (Eckart and Young)."""
+    """Return the best approximation of this rank by torch's SVD (Eckart and Young)."""
     left, spectrum, right = torch.linalg.svd(values.double(), full_matrices=False)
     return ((left[:, :r] * spectrum[:r]) @ right[:r]).float()
 
@@ -38,7 +38,7 @@ def best(values, r):
 @pytest.mark.parametrize(("out", "width"), [(96, 64), (64, 96), (300, 200)])
 @pytest.mark.parametrize("scale", [1.0, 0.25, 4.0])
 def test_the_pair_is_the_nearest_of_its_rank(out, width, scale):
-    """Its error is the exact one's to a thousandth, also where the sketch is not the whole."""
+    """Its error is within 0.1 % of the exact one, also if the sketch is partial."""
     values = matrix(out, width)
     found = delta(low_rank(values, r=8, scale=scale, layer="l0.q"), scale)
     exact = (values - best(values, 8)).norm()
@@ -47,7 +47,7 @@ def test_the_pair_is_the_nearest_of_its_rank(out, width, scale):
 
 
 def test_a_matrix_of_the_rank_is_met_exactly():
-    """Three directions are all there is."""
+    """A matrix of three directions is reproduced by rank three."""
     values = matrix(96, 3) @ matrix(3, 64, seed=1)
     found = delta(low_rank(values, r=3, scale=2.0, layer="l0.q"), 2.0)
     assert torch.allclose(found, values, atol=1e-4)
@@ -62,7 +62,7 @@ def test_the_spectrum_is_split_evenly():
 
 
 def test_equal_inputs_give_equal_bits_and_leave_the_global_generator_alone():
-    """The sketch is the layer's own."""
+    """The random sketch has its own generator."""
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -73,7 +73,7 @@ def test_equal_inputs_give_equal_bits_and_leave_the_global_generator_alone():
 
 
 def test_a_rank_beyond_the_matrix_is_filled_up_with_nothing():
-    """The product is the matrix; the rest of the pair is zero."""
+    """The product equals the matrix, and the rest of the pair is zero."""
     values = matrix(6, 4)
     A, B = low_rank(values, r=9, scale=1.0, layer="l0.q")
     assert (A.shape, B.shape) == ((9, 4), (6, 9))
@@ -81,14 +81,14 @@ def test_a_rank_beyond_the_matrix_is_filled_up_with_nothing():
 
 
 def test_pissa_takes_out_what_it_gives_the_adapter():
-    """So that at the start, rest and adapter are the weight."""
+    """The remainder plus the initial adapter equals the weight."""
     start = pissa(matrix(), r=8, scale=2.0, layer="l0.q")
     assert start.taken is start.pair
     assert torch.allclose(delta(start.pair, 2.0), best(matrix(), 8), atol=1e-3)
 
 
 def test_loftq_of_one_round_leaves_the_base_as_it_is():
-    """The adapter is the best of its rank for the error of the plain quantization."""
+    """The adapter is the best approximation of the plain quantization error."""
     start = loftq(matrix(), coarse, r=8, scale=2.0, layer="l0.q", iters=1)
     assert start.taken is None
     error = matrix() - coarse(matrix())
@@ -97,7 +97,7 @@ def test_loftq_of_one_round_leaves_the_base_as_it_is():
 
 @pytest.mark.parametrize("iters", [2, 5])
 def test_further_rounds_quantize_what_the_pair_before_leaves(iters):
-    """What is taken out is the pair of the round before; the last pair fits the last rest."""
+    """Each round takes out the pair before it; the last pair fits the last remainder."""
     before = loftq(matrix(), coarse, r=8, scale=2.0, layer="l0.q", iters=iters - 1)
     start = loftq(matrix(), coarse, r=8, scale=2.0, layer="l0.q", iters=iters)
     assert start.taken is not None
@@ -108,7 +108,7 @@ def test_further_rounds_quantize_what_the_pair_before_leaves(iters):
 
 @pytest.mark.parametrize("begin", [pissa, lambda w, **k: loftq(w, coarse, iters=1, **k)])
 def test_both_come_nearer_to_the_weight_than_quantizing_alone(begin):
-    """Also for a weight whose spectrum is as flat as noise has it."""
+    """This also holds for the flat spectrum of random weights."""
     weight = matrix()
     start = begin(weight, r=16, scale=1.0, layer="l0.q")
     taken = delta(start.taken, 1.0) if start.taken is not None else torch.zeros(())
@@ -117,7 +117,7 @@ def test_both_come_nearer_to_the_weight_than_quantizing_alone(begin):
 
 
 def test_stacked_pairs_are_their_difference():
-    """Of twice the rank, under the same scale."""
+    """The stacked pair has twice the rank and the same scale."""
     first = (matrix(4, 64), matrix(96, 4))
     second = (matrix(4, 64, seed=1), matrix(96, 4, seed=1))
     both = stacked(first, second)

@@ -36,11 +36,11 @@ def mask_of(module, shape=(64, 64)):
     return module(torch.ones(shape)) != 0
 
 
-# initialisation
+# Initialization.
 
 
 def test_a_is_a_function_of_seed_and_layer_alone():
-    """What was drawn before, for other layers of other shapes, changes nothing."""
+    """Earlier draws for other layers and shapes change nothing."""
     first = drawn_a(3, "l0.q")
     drawn_a(3, "l1.up", rank=4, width=128)
     torch.rand(100)
@@ -48,7 +48,7 @@ def test_a_is_a_function_of_seed_and_layer_alone():
 
 
 def test_initialisation_leaves_the_global_generator_alone():
-    """The next global draw is what it would have been."""
+    """The next global draw is unchanged."""
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -58,13 +58,13 @@ def test_initialisation_leaves_the_global_generator_alone():
 
 @pytest.mark.parametrize(("seed", "layer"), [(4, "l0.q"), (3, "l0.k"), (3, "l1.q")])
 def test_another_seed_or_layer_draws_another_a(seed, layer):
-    """No two streams agree in more than chance lets them."""
+    """Streams differ in all but chance agreement."""
     assert not torch.any(drawn_a(seed, layer) == drawn_a(3, "l0.q"))
 
 
 @pytest.mark.parametrize("width", [64, 576])
 def test_a_is_uniform_within_one_over_the_root_of_its_inputs(width):
-    """PEFT's own bound; the draws fill it and have its standard deviation, bound / sqrt(3)."""
+    """The draws fill PEFT's bound and have the standard deviation bound / sqrt(3)."""
     a = drawn_a(0, "l0.q", rank=64, width=width)
     bound = 1 / math.sqrt(width)
     assert float(a.abs().max()) <= bound
@@ -81,7 +81,7 @@ def test_the_bound_is_that_of_peft_s_own_initialisation():
 
 
 def test_b_starts_at_zero():
-    """Whatever was there before."""
+    """Earlier values are overwritten."""
     a, b = matrices()
     initialise(a, b, seed=0, layer="l0.q")
     assert not b.any()
@@ -89,26 +89,26 @@ def test_b_starts_at_zero():
 
 
 def test_a_parameter_s_draws_do_not_depend_on_its_format():
-    """A bf16 matrix holds the f32 draws, rounded."""
+    """A bf16 matrix has the float32 draws, rounded."""
     a, b = torch.empty(8, 64, dtype=torch.bfloat16), torch.empty(32, 8)
     initialise(a, b, seed=3, layer="l0.q")
     assert torch.equal(a, drawn_a(3, "l0.q").bfloat16())
 
 
 def test_keys_are_63_bits_and_tell_their_parts_apart():
-    """Generators take them, and ("a", "bc") is not ("ab", "c")."""
+    """Generators accept 63 bits, and ("a", "bc") differs from ("ab", "c")."""
     assert 0 <= key_of(1, "x") < 2**63
     assert key_of("a", "bc") != key_of("ab", "c")
     # The first eight bytes of sha256("1/lora_a/l0.q"), little-endian, without the lowest bit.
     assert key_of(1, "lora_a", "l0.q") == 0x1CB5_B794_7D11_4F43
 
 
-# dropout
+# Dropout.
 
 
 @pytest.mark.parametrize("p", [0.05, 0.3, 0.9])
 def test_the_share_that_is_dropped_is_the_probability(p):
-    """Over a quarter of a million elements, within six standard deviations."""
+    """Over a quarter of a million elements it is within six standard deviations."""
     count = 512 * 512
     dropped = 1 - float(mask_of(dropout(p), (512, 512)).float().mean())
     assert abs(dropped - p) < 6 * math.sqrt(p * (1 - p) / count)
@@ -116,7 +116,7 @@ def test_the_share_that_is_dropped_is_the_probability(p):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_mean_is_preserved(dtype):
-    """Kept elements are scaled by 1 / (1 - p); the mean of ones stays one."""
+    """Kept elements are scaled by 1 / (1 - p), so ones keep a mean of one."""
     x = torch.ones(512, 512, dtype=dtype)
     y = dropout(0.25)(x)
     assert y.dtype == dtype
@@ -126,7 +126,7 @@ def test_the_mean_is_preserved(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dropped_elements_are_zero_whatever_they_were(dtype):
-    """Infinite and missing values too: their bits are cleared, not multiplied."""
+    """Inf and NaN are cleared too, since their bits are masked and not multiplied."""
     x = torch.tensor([1.0, -2.0, math.inf, -math.inf, math.nan], dtype=dtype).repeat(400)
     kept = mask_of(dropout(0.5), (2000,))
     y = dropout(0.5)(x)
@@ -136,7 +136,7 @@ def test_dropped_elements_are_zero_whatever_they_were(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_gradient_is_the_mask_times_the_scale(dtype):
-    """By hand: upstream over 1 - p where kept, 0 where dropped; p = 1/2 is exact."""
+    """By hand: the upstream gradient over 1 - p where kept, and 0 elsewhere; p = 1/2 is exact."""
     module = dropout(0.5)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(33, 5, generator=generator).to(dtype).requires_grad_()
@@ -150,7 +150,7 @@ def test_the_gradient_is_the_mask_times_the_scale(dtype):
 
 
 def test_a_gradient_that_is_not_contiguous_is_masked_at_the_right_places():
-    """A transposed product behind it hands back a transposed gradient."""
+    """A transposed product after it returns a transposed gradient."""
     x = torch.ones(6, 4, requires_grad=True)
     kept = mask_of(dropout(0.5), (6, 4))
     weight = torch.arange(24.0).view(4, 6)
@@ -160,7 +160,7 @@ def test_a_gradient_that_is_not_contiguous_is_masked_at_the_right_places():
 
 
 def test_the_input_is_left_as_it_was():
-    """Clearing in place happens to a copy."""
+    """Masking in place works on a copy."""
     x = torch.ones(64, 64)
     dropout(0.5)(x)
     assert bool((x == 1).all())
@@ -168,13 +168,13 @@ def test_the_input_is_left_as_it_was():
 
 @pytest.mark.parametrize("other", [{"seed": 2}, {"layer": "l1.qkv"}, {"at": 1}])
 def test_seed_layer_and_micro_batch_each_change_the_mask(other):
-    """And nothing else does: equal triples give equal masks."""
+    """Equal triples give equal masks."""
     assert torch.equal(mask_of(dropout()), mask_of(dropout()))
     assert not torch.equal(mask_of(dropout()), mask_of(dropout(**other)))
 
 
 def test_the_mask_does_not_depend_on_the_order_of_calls():
-    """Micro-batch 5 is the same after 0 to 4, before them, and with global draws in between."""
+    """Micro-batch 5 has the same mask after 0 to 4, before them, and after global draws."""
     direct = mask_of(dropout(at=5))
     late = dropout()
     for index in range(6):
@@ -198,7 +198,7 @@ def test_dropout_leaves_the_global_generators_alone():
 
 
 def test_masks_of_two_layers_are_uncorrelated():
-    """So are those of two micro-batches: the correlation of 262,144 draws is about zero."""
+    """This also holds for two micro-batches; 262,144 draws have a correlation of about zero."""
 
     def correlation(other):
         masks = torch.stack([mask_of(m, (512, 512)).flatten() for m in (dropout(), other)])
@@ -210,7 +210,7 @@ def test_masks_of_two_layers_are_uncorrelated():
 
 
 def test_neighbours_in_a_mask_are_uncorrelated():
-    """Four draws come out of one word of the generator; they are independent all the same."""
+    """Four draws come from one word of the generator and are still independent."""
     mask = mask_of(dropout(), (512, 512)).flatten().double()
     for lag in (1, 2, 3, 4, 512):
         pair = torch.stack([mask[:-lag], mask[lag:]])
@@ -218,7 +218,7 @@ def test_neighbours_in_a_mask_are_uncorrelated():
 
 
 def test_equal_inputs_get_the_very_same_result():
-    """Query, key and value read one tensor: one mask, drawn once, one object."""
+    """q, k and v read one tensor, which is masked once and shared."""
     module, x = dropout(), torch.ones(16, 16)
     module.sharers = 3
     first = module(x)
@@ -227,7 +227,7 @@ def test_equal_inputs_get_the_very_same_result():
 
 
 def test_a_result_is_let_go_of_once_all_have_had_it():
-    """Checkpointing frees activations after a layer's forward pass; nothing here may hold them."""
+    """Checkpointing frees activations after a layer, so no reference may remain."""
     module, x = dropout(), torch.ones(16, 16)
     for sharers in (1, 3):
         module.sharers = sharers
@@ -239,7 +239,7 @@ def test_a_result_is_let_go_of_once_all_have_had_it():
 
 
 def test_computing_again_draws_the_same_mask():
-    """As the backward pass does under checkpointing: the same values in a new tensor."""
+    """The recomputation in the backward pass gives the same values in a new tensor."""
     module, x = dropout(), torch.ones(16, 16)
     module.sharers = 3
     first, _, _ = (module(x) for _ in range(3))
@@ -249,14 +249,14 @@ def test_computing_again_draws_the_same_mask():
 
 
 def test_another_tensor_is_not_mistaken_for_the_last_one():
-    """Equal values in another tensor are computed anew, under the same mask."""
+    """An equal tensor is masked anew with the same mask."""
     module, x, twin = dropout(), torch.ones(16, 16), torch.full((16, 16), 2.0)
     first, second = module(x), module(twin)
     assert torch.equal(second, first * 2)
 
 
 def test_a_new_micro_batch_forgets_the_last_result():
-    """The same tensor gets a new mask, and nothing of the old step is kept alive."""
+    """The same tensor gets a new mask, and the old result is freed."""
     module, x = dropout(), torch.ones(64, 64)
     module.sharers = 2
     first = module(x)
@@ -266,19 +266,19 @@ def test_a_new_micro_batch_forgets_the_last_result():
 
 
 def test_evaluation_drops_nothing():
-    """The input itself comes back."""
+    """The input itself is returned."""
     module, x = dropout(0.9).eval(), torch.ones(4, 4)
     assert module(x) is x
 
 
 def test_a_probability_of_zero_drops_nothing():
-    """In training too, without a draw."""
+    """This also holds in training, without a draw."""
     x = torch.ones(4, 4)
     assert dropout(0.0)(x) is x
 
 
 def test_the_highest_probability_still_keeps_something():
-    """Rounding never reaches one, where the scale would be infinite."""
+    """The probability never rounds to one, where the scale would be infinite."""
     module = dropout(0.99999)
     assert module.threshold == 32767
     assert module(torch.ones(64, 64)).isfinite().all()
@@ -286,12 +286,12 @@ def test_the_highest_probability_still_keeps_something():
 
 @pytest.mark.parametrize("size", [1, 3, 5, 4097])
 def test_sizes_that_fill_no_whole_word_work(size):
-    """Four draws share a word; a shorter mask begins like a longer one."""
+    """Four draws share a word; a shorter mask is a prefix of a longer one."""
     assert torch.equal(mask_of(dropout(), (size,)), mask_of(dropout(), (8192,))[:size])
 
 
 def test_the_bits_that_accelerators_draw_are_in_range():
-    """Torch draws 15-bit integers as int16 there; the call is legal and fills the range."""
+    """On accelerators torch draws 15-bit integers as int16 over the full range."""
     draws = torch.randint(
         32768, (4096,), generator=torch.Generator().manual_seed(0), dtype=torch.int16
     )
@@ -300,7 +300,7 @@ def test_the_bits_that_accelerators_draw_are_in_range():
 
 
 def test_projections_of_one_input_share_an_instance():
-    """Query, key, value; gate, up; output and down stand alone; layers do not mix."""
+    """q, k, v share one, and gate, up another; o and down have their own; layers differ."""
     adapted = [(one, SimpleNamespace(lora_dropout={})) for one in MODULES[:-1]]
     streams = share_dropout(adapted, p=0.1, seed=3, adapter="default")
     of = {one.path: module.lora_dropout["default"] for one, module in adapted}
@@ -314,7 +314,7 @@ def test_projections_of_one_input_share_an_instance():
 
 
 def test_fewer_targets_leave_the_masks_of_the_others_as_they_are():
-    """An arm that adapts query and value alone drops what the arm of all four drops there."""
+    """With q and v only, their masks equal those with all four projections."""
     masks = []
     for chosen in (MODULES[:4], (MODULES[0], MODULES[2])):
         adapted = [(one, SimpleNamespace(lora_dropout={})) for one in chosen]
@@ -324,7 +324,7 @@ def test_fewer_targets_leave_the_masks_of_the_others_as_they_are():
 
 
 def test_the_stream_names_are_those_of_earlier_releases():
-    """Another name would draw other masks, and an old run could not be gone on with."""
+    """Other names would change the masks, and old runs could not be resumed."""
     adapted = [(one, SimpleNamespace(lora_dropout={})) for one in MODULES]
     streams = share_dropout(adapted, p=0.1, seed=3, adapter="default")
     names = [stream.layer for stream in streams]
@@ -334,14 +334,14 @@ def test_the_stream_names_are_those_of_earlier_releases():
 
 
 def test_a_model_that_drops_nothing_keeps_peft_s_own_modules():
-    """DoRA leaves a whole matrix product out then."""
+    """DoRA then skips a matrix product."""
     adapted = [(one, SimpleNamespace(lora_dropout={})) for one in MODULES]
     assert share_dropout(adapted, p=0.0, seed=3, adapter="default") == []
     assert not adapted[0][1].lora_dropout
 
 
 def test_chunks_before_a_head_have_masks_of_their_own():
-    """They are rows of one micro-batch; beginning it again repeats them."""
+    """Rows of one micro-batch differ; beginning it again repeats its masks."""
     module = HeadDropout(0.3, seed=1, layer="lm_head")
     runs = []
     for _ in range(2):
@@ -354,7 +354,7 @@ def test_chunks_before_a_head_have_masks_of_their_own():
 
 
 def test_measuring_moves_no_mask_of_the_head():
-    """Rows count in training alone."""
+    """Only training rows are counted."""
     module = HeadDropout(0.3, seed=1, layer="lm_head")
     module.begin(7)
     expected = mask_of(module, (8, 64))

@@ -1,4 +1,4 @@
-"""LoRA layers while they learn, and PEFT's own forward pass, each against the formula in f64."""
+"""LoRA layers in training and PEFT's forward pass, each compared with the float64 formula."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ TOKENS = 48
 
 
 def inputs_of(backend):
-    """Return the adapted modules of the first layer and of the head, by the input they read."""
+    """Return the adapted modules of the first layer and the head, grouped by their input."""
     chosen = [one for one in backend.modules_chosen if one.layer in {None, 0}]
     return {reads: list(ones) for reads, ones in groupby(chosen, lambda one: one.reads)}
 
 
 def drawn(*shape, seed):
-    """Draw numbers that bf16 holds exactly."""
+    """Return random numbers that are exact in bf16."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
 def kept(backend, reads, shape, micro_batch):
-    """Draw the mask by its definition, as factors of the input in f64."""
+    """Return the mask by definition, as float64 factors of the input."""
     p = backend.lora.dropout
     if p == 0:
         return 1.0
@@ -75,7 +75,7 @@ def kept(backend, reads, shape, micro_batch):
 
 
 def parts_of(backend, one):
-    """Return f64 leaves of a layer: weight ``[O, I]``, bias, A, B, magnitude, and its scale."""
+    """Return float64 leaves of a layer: weight ``[O, I]``, bias, A, B, magnitude; and its scale."""
     layer = backend.layers[one.logical]
     base = layer.get_base_layer()
     weight = dequantize_module_weight(base).detach().double()
@@ -110,7 +110,7 @@ def by_formula(backend, reads, ones, x, upstream):
 
 
 def by_layers(backend, ones, x, upstream):
-    """Return outputs and gradients of the layers as they are called in training."""
+    """Return outputs and gradients of the layers as called in training."""
     x = x.clone().requires_grad_()
     backend.begin(3)
     with backend._compute():
@@ -129,7 +129,7 @@ def _found(outputs, leaves, upstream):
 
 @contextmanager
 def by_peft(backend):
-    """Have PEFT compute, inside the block."""
+    """Let PEFT compute inside the context."""
     ours = {layer: layer.__dict__.pop("forward") for layer in backend.layers.values()}
     try:
         yield
@@ -154,7 +154,7 @@ def live(tiny_backend, *overrides):
 
 @arms
 def test_in_f32_outputs_and_gradients_are_those_of_the_formula(tiny_backend, overrides):
-    """Of every projection of every input, to f32's rounding."""
+    """Every projection of every input agrees to float32 rounding."""
     backend = live(tiny_backend, F32, *overrides)
     for reads, ones in inputs_of(backend).items():
         x = drawn(1, TOKENS, ones[0].width, seed=0).float()
@@ -166,7 +166,7 @@ def test_in_f32_outputs_and_gradients_are_those_of_the_formula(tiny_backend, ove
 
 @arms
 def test_in_bf16_the_formula_is_as_near_as_to_peft(tiny_backend, overrides):
-    """No output and no gradient is further from the f64 truth than PEFT's by its rounding."""
+    """No error against float64 exceeds PEFT's by more than its rounding."""
     backend = live(tiny_backend, *overrides)
     for reads, ones in inputs_of(backend).items():
         x = drawn(1, TOKENS, ones[0].width, seed=0)
@@ -180,12 +180,12 @@ def test_in_bf16_the_formula_is_as_near_as_to_peft(tiny_backend, overrides):
         assert all(mine <= 1.25 * other + 5e-4 for mine, other in worse.values()), worse
 
 
-# when it is asked
+# When it applies.
 
 
 @pytest.fixture
 def computed(monkeypatch):
-    """The groups of projections that were computed, each by its number of projections."""
+    """Record the groups that are computed, by their number of projections."""
     counts, compute = [], linear.SharedInput._computed
 
     def counted(self, x, dtype):
@@ -200,7 +200,7 @@ def computed(monkeypatch):
 def test_projections_of_an_input_are_computed_once_in_every_family(
     name, family_backend, packed_documents, computed
 ):
-    """Each input's, all at a time; a family whose projections read copies would compute twice."""
+    """This fails if a family's projections read copies of their input."""
     backend = family_backend(name).train()
     backend.begin(0)
     assert backend(packed_documents).requires_grad
@@ -210,7 +210,7 @@ def test_projections_of_an_input_are_computed_once_in_every_family(
 
 
 def test_in_a_family_that_is_not_known_each_projection_is_alone(tiny_backend, computed):
-    """Nobody knows whether its projections read one tensor; what is dropped is the same."""
+    """Its projections may read different tensors; the masks are the same."""
     backend = tiny_backend(DROP, live=True).train()
     together = [shared for shared in backend.inputs if len(shared.projections) > 1]
     assert len(together) == 4
@@ -243,7 +243,7 @@ def batch(random_documents):
 
 @pytest.mark.parametrize("change", ["frozen parts learn", "hook", "merged", "another adapter"])
 def test_what_is_not_known_is_left_to_peft(tiny_backend, batch, computed, change):
-    """A base that learns or is watched, a merged adapter, one of several: PEFT knows them."""
+    """Cases: a trained base, a hook, a merged adapter, and a second adapter."""
     backend = tiny_backend("backend=lora", "lora=qv", live=True).train()
     step(backend, batch)
     assert computed == [2, 2]
@@ -259,11 +259,11 @@ def test_what_is_not_known_is_left_to_peft(tiny_backend, batch, computed, change
         layer.update_layer("other", 2, 2, backend.model.peft_config[ADAPTER])
         layer.set_adapter([ADAPTER, "other"])
     step(backend, batch)
-    assert computed == [2, 2]  # of the other projection of the input, and of the other layer
+    assert computed == [2, 2]  # the other projection of this input, and the other layer
 
 
 def test_an_adapter_with_additions_is_left_to_peft(tiny_backend):
-    """A bias of B, or a variant other than DoRA, adds what nothing here computes."""
+    """A bias of B or a variant other than DoRA is not computed here."""
     backend = tiny_backend("lora=qv")
     module = backend.layers["l0.q"]
     assert linear._is_known(module, ADAPTER)
@@ -275,7 +275,7 @@ def test_an_adapter_with_additions_is_left_to_peft(tiny_backend):
 
 
 def test_without_gradients_peft_computes(tiny_backend, batch, computed):
-    """Validation, scoring and generation are what others get who load the adapter."""
+    """Validation, scoring and generation use the code that users of the adapter run."""
     backend = tiny_backend(live=True).train()
     with torch.no_grad():
         backend(batch)
@@ -285,13 +285,13 @@ def test_without_gradients_peft_computes(tiny_backend, batch, computed):
     assert computed == []
 
 
-# copies of parameters
+# Copies of parameters.
 
 
 @pytest.mark.parametrize("overrides", [[], ["lora.variant=dora"]])
 @pytest.mark.parametrize("way", ["in place", "through data", "optimizer", "8-bit optimizer"])
 def test_a_changed_parameter_is_seen(tiny_backend, batch, overrides, way):
-    """By the next micro-batch, whoever changed it: the loss is that of a fresh model with it."""
+    """The next micro-batch has the loss of a fresh model with the changed parameter."""
     import bitsandbytes
 
     backend = tiny_backend(*overrides, live=True).train()
@@ -320,7 +320,7 @@ def test_a_changed_parameter_is_seen(tiny_backend, batch, overrides, way):
 
 
 def test_matrices_are_copied_once_a_micro_batch(tiny_backend, batch, monkeypatch):
-    """However many chunks the head has, and although activations are computed again."""
+    """This holds for any number of head chunks, and with recomputed activations."""
     counts, copy = [], linear.SharedInput._copied
 
     def counted(self, *arguments):
@@ -334,11 +334,11 @@ def test_matrices_are_copied_once_a_micro_batch(tiny_backend, batch, monkeypatch
     assert len(counts) == len(set(counts)) == len(backend.inputs) == 9
 
 
-# memory
+# Memory.
 
 
 def test_what_is_kept_of_an_input_is_its_dropped_values_and_a_bit_each(tiny_backend):
-    """The input itself and the outputs are not kept; A's are, of rank 16 for each projection."""
+    """Kept are dropped values, a bit each, and A's outputs of rank 16; not input and output."""
     backend = tiny_backend(DROP, live=True).train()
     ones = inputs_of(backend)["model.layers.0.self_attn.qkv"]
     x = drawn(1, TOKENS, 64, seed=0).requires_grad_()
@@ -353,7 +353,7 @@ def test_what_is_kept_of_an_input_is_its_dropped_values_and_a_bit_each(tiny_back
 
 
 def test_results_that_nobody_takes_are_dropped_with_the_micro_batch(tiny_backend):
-    """A model that skips a projection does not keep its result alive."""
+    """This matters for a model that skips a projection."""
     backend = tiny_backend(live=True).train()
     shared = next(one for one in backend.inputs if len(one.projections) > 1)
     with backend._compute():
@@ -363,7 +363,7 @@ def test_results_that_nobody_takes_are_dropped_with_the_micro_batch(tiny_backend
     assert (shared._input, shared._results) == (None, {})
 
 
-# a CPU without bf16
+# A CPU without bf16.
 
 
 @pytest.fixture
@@ -375,7 +375,7 @@ def without_bf16(monkeypatch):
 def test_without_bf16_instructions_no_product_is_in_bf16(
     tiny_backend, batch, without_bf16, monkeypatch, overrides
 ):
-    """Forward and backward, with projections and a head that have no adapter too."""
+    """This covers both passes, and projections and a head without an adapter."""
     expected_backend = tiny_backend(*overrides, live=True).train()
     formats = set()
 
@@ -394,7 +394,7 @@ def test_without_bf16_instructions_no_product_is_in_bf16(
 def test_without_bf16_instructions_gradients_are_as_near_the_truth(
     tiny_backend, batch, monkeypatch, overrides
 ):
-    """f32 products that are rounded lose no more than bf16 products do."""
+    """Rounded float32 products lose no more than bf16 products."""
     found = []
     for has_bf16, dtype in ((True, "f32"), (True, "bf16"), (False, "bf16")):
         monkeypatch.setattr(kernels, "has_bf16", lambda kind, answer=has_bf16: answer)

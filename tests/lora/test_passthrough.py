@@ -1,4 +1,4 @@
-"""Types of PEFT by their own configuration, against PEFT's own models; and what is refused."""
+"""PEFT types with their own configuration, compared with PEFT's models; refusals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mens_exp.planning.preflight import preflight
 from mens_exp.quant.bnb import dequantized
 from mens_exp.training.build import build_backend
 
-# PEFT's BOFT looks for a compiler of CUDA, wherever it runs.
+# PEFT's BOFT looks for a CUDA compiler on every machine.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Failed to load the CUDA extension"),
     pytest.mark.filterwarnings("ignore:Setting boft_n_butterfly_factor to 1"),
@@ -54,7 +54,7 @@ def words(name, **others):
 
 
 def of_peft(name, directory, *, quantized):
-    """Return PEFT's model, built as its documentation says."""
+    """Return PEFT's model, built as in its documentation."""
     from peft import get_peft_config, get_peft_model
 
     model = of_transformers(directory, torch.float32, quant="nf4" if quantized else None)
@@ -63,7 +63,7 @@ def of_peft(name, directory, *, quantized):
 
 
 def pairs(backend, model):
-    """Yield our parameters and PEFT's, which have the same order in each layer."""
+    """Yield our parameters and PEFT's, in the same order in each layer."""
     ours = dict(backend.causal_lm.named_parameters())
     for name, theirs in model.named_parameters():
         if theirs.requires_grad:
@@ -71,7 +71,7 @@ def pairs(backend, model):
 
 
 def alike(backend, model):
-    """Move our adapter off its start, and copy it into PEFT's."""
+    """Move our adapter from its initial values, and copy it into PEFT's."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for ours, theirs in pairs(backend, model):
@@ -80,7 +80,7 @@ def alike(backend, model):
 
 
 def mean_loss(model, documents):
-    """Return the mean loss of `forward(labels=…)`, document by document."""
+    """Return the mean loss per token from `forward(labels=…)` on single documents."""
     total, count = 0.0, 0
     for start, end in pairwise(documents.offsets.tolist()):
         ids = torch.from_numpy(documents.ids[None, start:end]).long()
@@ -100,7 +100,7 @@ def our_loss(backend, documents):
 
 
 def steps(loss, parameters):
-    """Return the losses of three plain steps of torch's AdamW."""
+    """Return the losses of three steps of torch's AdamW."""
     optimizer = torch.optim.AdamW(parameters, lr=1e-2)
     losses = []
     for _ in range(3):
@@ -123,7 +123,7 @@ def documents(random_documents):
 def test_three_steps_are_those_of_peft_s_own_model(
     name, quantized, tiny_backend, tiny_base, documents
 ):
-    """On the same NF4 or f32 base, from the same start; and the plan counts PEFT's parameters."""
+    """The NF4 or float32 base and the start are the same; the plan counts PEFT's parameters."""
     backend = tiny_backend(*words(name), *(F32 if quantized else DENSE)).train()
     model = of_peft(name, tiny_base.directory, quantized=quantized).train()
     alike(backend, model)
@@ -136,7 +136,7 @@ def test_three_steps_are_those_of_peft_s_own_model(
 
 
 def test_a_start_depends_on_the_seed_and_the_layer_alone(tiny_backend):
-    """Another seed is another start; other targets are not, and the global stream stays."""
+    """Other targets and the global generator do not matter."""
     state = torch.get_rng_state()
     one, again, other = (
         tiny_backend(*words("FOURIERFT"), *more).trainable()
@@ -150,7 +150,7 @@ def test_a_start_depends_on_the_seed_and_the_layer_alone(tiny_backend):
 
 @pytest.mark.parametrize("name", ["OFT", "C3A", "WAVEFT"])
 def test_a_merge_adds_what_peft_merges_into_the_dequantized_weight(name, tiny_backend, tiny_config):
-    """f32, by PEFT's own merge of a dense layer; the certificate's definition agrees."""
+    """In float32 PEFT merges a dense layer; the certificate's definition agrees."""
     from peft import get_peft_config, get_peft_model
 
     settings = (*words(name), *F32)
@@ -184,7 +184,7 @@ def test_a_merge_adds_what_peft_merges_into_the_dequantized_weight(name, tiny_ba
 
 
 def test_a_type_without_a_merge_is_refused_by_name():
-    """LILY has none in PEFT; a run of it is refused too, as its layers are no weights."""
+    """PEFT cannot merge LILY, so a run with it is refused too."""
     from mens_exp.backends.passthrough import AnyPeft
 
     method = AnyPeft({"peft_type": "LILY"})
@@ -193,7 +193,7 @@ def test_a_type_without_a_merge_is_refused_by_name():
 
 
 def test_an_adapter_without_its_run_is_the_same_model(tiny_backend, tiny_config, documents, cache):
-    """From its record alone, and as PEFT loads the directory that is written of it."""
+    """It is rebuilt from the record, and by PEFT from its directory."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -219,7 +219,7 @@ def test_an_adapter_without_its_run_is_the_same_model(tiny_backend, tiny_config,
 
 
 def test_a_file_of_peft_s_is_its_fields(tmp_path):
-    """As PEFT saves it; its modules are the targets, and what a run writes itself is left out."""
+    """The file is PEFT's; its modules are the targets, and fields that a run sets are ignored."""
     from peft import BOFTConfig
 
     saved = BOFTConfig(boft_block_size=8, target_modules=["v_proj"], task_type="CAUSAL_LM")
@@ -242,7 +242,7 @@ def test_a_file_of_peft_s_is_its_fields(tmp_path):
 
 
 def test_two_configurations_are_two_contracts(tiny_config):
-    """A field of PEFT's is in the digest, as any setting that changes what is learned."""
+    """The digest includes PEFT's fields."""
     digests = [contract_of(tiny_config(*words("MISS", r=r))).digest for r in (8, 16)]
     assert digests[0] != digests[1]
 
@@ -270,7 +270,7 @@ def test_two_configurations_are_two_contracts(tiny_config):
 def test_what_a_run_cannot_have_is_refused_before_a_model_is_loaded(
     tiny_config, name, more, where, said
 ):
-    """One problem, with the field that is the reason or PEFT's own words."""
+    """There is one problem, with the field or PEFT's own message."""
     config = tiny_config(*words(name, **more))
     problems = [one for one in preflight(config) if str(one.where).startswith("lora.config")]
     assert [one.where for one in problems] == [f"lora.config.{where}" if where else "lora.config"]
@@ -288,7 +288,7 @@ def test_what_a_run_cannot_have_is_refused_before_a_model_is_loaded(
     ],
 )
 def test_a_type_that_records_or_merges_cannot_hold_is_refused(tiny_config, fields, said):
-    """By PEFT itself, or by a trial on one layer."""
+    """PEFT or a trial on one layer detects it."""
     config = tiny_config("lora=peft", f"lora.config={{{fields}}}", *DENSE)
     (problem,) = [one for one in preflight(config) if str(one.where).startswith("lora.config")]
     assert said in str(problem)
@@ -302,7 +302,7 @@ def test_a_type_that_records_or_merges_cannot_hold_is_refused(tiny_config, field
     ],
 )
 def test_a_configuration_needs_its_option_and_the_option_a_configuration(texts, said, capsys):
-    """Together with another problem too, when everything is checked at once."""
+    """This also holds beside another problem."""
     usual = ["task=plan", "model=tiny_llama", "trainer=cpu", "logger=none"]
     for more in ([], ["data.contract.max_nothing_frac=16"]):
         assert cli.main([*usual, *texts, *more]) == 2
@@ -313,7 +313,7 @@ def test_a_configuration_needs_its_option_and_the_option_a_configuration(texts, 
 
 
 def test_the_import_of_peft_says_nothing():
-    """A process that imports it first, as a plan does: bitsandbytes has a notice about kernels."""
+    """Importing PEFT first, as a plan does, shows no notice of bitsandbytes about kernels."""
     text = "from mens_exp.backends import passthrough as p; list(p._field_problems({}))"
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
     assert done.stdout + done.stderr == ""

@@ -1,4 +1,4 @@
-"""Methods other than LoRA against PEFT's own models: losses, steps, weights; what they refuse."""
+"""Methods other than LoRA, compared with PEFT's models; refusals."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LENGTHS = (11, 30, 47)
 
 
 def own_config(name, **others):
-    """Return PEFT's configuration of the options of `lora` with these names."""
+    """Return PEFT's configuration for the `lora` option of this name."""
     from peft import (
         AdaLoraConfig,
         IA3Config,
@@ -66,7 +66,7 @@ def own_config(name, **others):
 
 
 def of_peft(name, directory, *, quantized=False, **others):
-    """Return PEFT's model of the same base, attention and dtype as its documentation says."""
+    """Return PEFT's model with the same base, attention and dtype, as in its documentation."""
     from peft import get_peft_model
 
     model = of_transformers(directory, torch.float32, quant="nf4" if quantized else None)
@@ -74,7 +74,7 @@ def of_peft(name, directory, *, quantized=False, **others):
 
 
 def places(backend, model):
-    """Yield our parameter and PEFT's of each layer and part."""
+    """Yield our parameter and PEFT's for each layer and part."""
     layers = dict(model.named_modules())
     for one in backend.modules_chosen:
         theirs = layers[f"base_model.model.{one.path}"]
@@ -85,7 +85,7 @@ def places(backend, model):
 
 
 def filled(backend, model=None, seed=7):
-    """Move our adapter off its start, and copy it into PEFT's."""
+    """Move our adapter from its initial values, and copy it into PEFT's."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in backend.trainable().values():
@@ -96,7 +96,7 @@ def filled(backend, model=None, seed=7):
 
 
 def mean_loss(model, documents):
-    """Return the mean loss of `forward(labels=…)`, document by document."""
+    """Return the mean loss per token from `forward(labels=…)` on single documents."""
     total, count = 0.0, 0
     for start, end in pairwise(documents.offsets.tolist()):
         ids = torch.from_numpy(documents.ids[None, start:end]).long()
@@ -122,7 +122,7 @@ def documents(random_documents):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_start_adds_nothing_and_is_drawn_from_the_seed(name, tiny_backend, documents):
-    """The base's own loss; and another seed is another start, where there are random numbers."""
+    """The initial loss is the base's; another seed changes any random values."""
     backend, again, other = (
         tiny_backend(*SETTINGS[name], *DENSE, f"seed={seed}") for seed in (1, 1, 2)
     )
@@ -138,7 +138,7 @@ def test_a_start_adds_nothing_and_is_drawn_from_the_seed(name, tiny_backend, doc
 
 @pytest.mark.parametrize("name", METHODS)
 def test_losses_and_steps_are_those_of_a_loop_over_peft(name, tiny_backend, tiny_base, documents):
-    """Three steps of AdamW by hand, in f32: equal losses, and equal adapters at the end."""
+    """Three AdamW steps in float32 give equal losses and adapters."""
     backend = tiny_backend(*SETTINGS[name], *DENSE).train()
     model = of_peft(name, tiny_base.directory).train()
     filled(backend, model)
@@ -161,7 +161,7 @@ def test_losses_and_steps_are_those_of_a_loop_over_peft(name, tiny_backend, tiny
 
 @pytest.mark.parametrize("name", ["ia3", "adalora", "vera", "randlora"])
 def test_on_four_bits_the_loss_is_that_of_peft(name, tiny_backend, tiny_base, documents):
-    """PEFT has layers of these methods for bitsandbytes' weights."""
+    """PEFT has layers of these methods for bitsandbytes weights."""
     backend = tiny_backend(*SETTINGS[name], *F32).train()
     model = of_peft(name, tiny_base.directory, quantized=True)
     filled(backend, model)
@@ -172,7 +172,7 @@ def test_on_four_bits_the_loss_is_that_of_peft(name, tiny_backend, tiny_base, do
 def test_factors_of_up_proj_are_those_that_peft_puts_before_down_proj(
     tiny_backend, tiny_base, documents
 ):
-    """PEFT's default for this family, which multiplies the input of down_proj."""
+    """PEFT's default for this family scales the input of down_proj."""
     backend = filled(tiny_backend("lora=ia3", *DENSE).train())
     default = {"target_modules": None, "feedforward_modules": None}
     model = of_peft("ia3", tiny_base.directory, **default)
@@ -190,7 +190,7 @@ def test_factors_of_up_proj_are_those_that_peft_puts_before_down_proj(
 def test_on_four_bits_the_loss_is_that_of_peft_on_the_same_weights_dense(
     name, tiny_backend, tiny_base, documents
 ):
-    """PEFT's LoHa and LoKr cannot stand on 4-bit weights: they get the values of these."""
+    """PEFT's LoHa and LoKr need dense weights, so they get the dequantized values."""
     backend = tiny_backend(*SETTINGS[name], *F32).train()
     model = of_peft(name, tiny_base.directory)
     filled(backend, model)
@@ -207,7 +207,7 @@ def test_on_four_bits_the_loss_is_that_of_peft_on_the_same_weights_dense(
 
 @pytest.mark.parametrize("name", METHODS)
 def test_merged_weights_are_those_that_peft_merges(name, tiny_backend, tiny_base):
-    """f32, from the same adapter; PEFT merges into a dense copy of the base."""
+    """In float32 PEFT merges the same adapter into a dense copy of the base."""
     backend = tiny_backend(*SETTINGS[name], *DENSE)
     model = of_peft(name, tiny_base.directory)
     filled(backend, model)
@@ -236,7 +236,7 @@ def test_merged_weights_are_those_that_peft_merges(name, tiny_backend, tiny_base
 def test_an_adapter_without_its_run_is_the_same_model(
     settings, tiny_backend, tiny_config, documents, cache
 ):
-    """Built from what the record says: rank, alpha and targets."""
+    """It is built from the record's rank, alpha and targets."""
     config = tiny_config(*settings, *DENSE)
     backend = filled(tiny_backend(*settings, *DENSE))
     manifest, tensors = backend.adapter(config)
@@ -253,7 +253,7 @@ def test_an_adapter_without_its_run_is_the_same_model(
 def test_the_plan_counts_the_updates_that_the_backward_pass_keeps(
     name, tiny_backend, tiny_config, documents, monkeypatch
 ):
-    """As autograd's hooks show them, and two of the largest that exist while one is made.
+    """The oracle is autograd's hooks, plus two of the largest updates as temporaries.
 
     Three of them need not be kept: nothing before the first layer learns.
     """
@@ -263,7 +263,7 @@ def test_the_plan_counts_the_updates_that_the_backward_pass_keeps(
     layers = {"loha": LoHaLayer, "lokr": LoKrLayer}[name]
     settings = (*SETTINGS[name], *DENSE, "model.gradient_checkpointing=off")
     config, backend = tiny_config(*settings), filled(tiny_backend(*settings).train())
-    made, kept = {}, {}  # what is held is at no other's address
+    made, kept = {}, {}  # each stored tensor has its own address
     of_peft = layers.get_delta_weight
 
     def watched(layer, name):
@@ -289,7 +289,7 @@ def test_the_plan_counts_the_updates_that_the_backward_pass_keeps(
 
 
 def test_projections_are_recorded_and_drawn_again(tiny_backend, tiny_config, tiny_base):
-    """Seed and sizes are enough for PEFT to draw matrices of the recorded hash."""
+    """From seed and sizes PEFT draws matrices with the recorded digest."""
     from peft import VeraConfig, get_peft_model
 
     settings = ("lora=vera", "lora.r=24", *DENSE)
@@ -321,7 +321,7 @@ def test_projections_are_recorded_and_drawn_again(tiny_backend, tiny_config, tin
 def test_the_plan_counts_the_bases_and_the_factors_that_the_backward_pass_keeps(
     tiny_backend, tiny_config, documents
 ):
-    """By hooks: layers that read wider inputs than they write keep the narrow output too."""
+    """By hooks: layers with wider inputs than outputs keep the narrow output too."""
     settings = ("lora=randlora", "lora.r=24", *DENSE, "model.gradient_checkpointing=off")
     config, backend = tiny_config(*settings), filled(tiny_backend(*settings).train())
     kept: dict[int, torch.Tensor] = {}
@@ -354,7 +354,7 @@ def test_the_plan_counts_the_bases_and_the_factors_that_the_backward_pass_keeps(
 
 
 def test_bases_are_those_of_peft_and_the_update_is_the_paper_s(tiny_backend, tiny_config):
-    """Bit for bit from seed and sizes; and by hand in f64, with PEFT's order of rows."""
+    """They are bitwise equal given seed and sizes; by hand in float64 with PEFT's order of rows."""
     from peft import RandLoraConfig, get_peft_model
 
     settings = ("lora=randlora", "lora.r=24", "lora.alpha=48", *DENSE)
@@ -393,7 +393,7 @@ def test_bases_are_those_of_peft_and_the_update_is_the_paper_s(tiny_backend, tin
 
 
 def test_a_kronecker_product_is_merged_entry_by_entry(tiny_backend, tiny_config):
-    """By hand in f64: entry [a · K + k, b · M + m] is w1[a, b] times w2[k, m]."""
+    """By hand in float64: entry [a · K + k, b · M + m] is w1[a, b] times w2[k, m]."""
     settings = ("lora=lokr", "lora.r=3", "lora.alpha=6", *DENSE)
     backend = filled(tiny_backend(*settings))
     manifest, tensors = backend.adapter(tiny_config(*settings))
@@ -418,7 +418,7 @@ def test_a_kronecker_product_is_merged_entry_by_entry(tiny_backend, tiny_config)
 
 @pytest.mark.parametrize("r", [3, 4])
 def test_peft_s_lokr_has_another_form_from_the_rank_that_is_refused(r, tiny_config):
-    """Of 64 outputs and inputs, two factors of 8 each: PEFT has no second product from rank 4."""
+    """For 64 by 64 in factors of 8, PEFT has no second product from rank 4 on."""
     from peft import LoKrConfig, get_peft_model
 
     layer = torch.nn.ModuleDict({"one": torch.nn.Linear(64, 64)})
@@ -438,7 +438,7 @@ def test_peft_s_lokr_has_another_form_from_the_rank_that_is_refused(r, tiny_conf
 
 
 def test_tensors_of_a_layer_that_contradict_each_other_are_refused(tiny_backend, tiny_config):
-    """A size that two of them share, of RandLoRA's bases."""
+    """For RandLoRA, sizes that two bases share must agree."""
     settings = ("lora=randlora", "lora.r=24", *DENSE)
     manifest, tensors = tiny_backend(*settings).adapter(tiny_config(*settings))
     name = f"{manifest.layer_order[0]}.randlora_gamma"
@@ -451,7 +451,7 @@ def test_tensors_of_a_layer_that_contradict_each_other_are_refused(tiny_backend,
 
 
 def test_a_record_without_its_projections_is_invalid(tiny_backend, tiny_config):
-    """As is one with those of another rank or seed."""
+    """Projections of another rank or seed are invalid too."""
     settings = ("lora=vera", "lora.r=24", *DENSE)
     manifest, _ = tiny_backend(*settings).adapter(tiny_config(*settings))
     for name, value, said in (("r", 23, "24, the rank"), ("seed", 1, "0, PEFT's default")):
@@ -468,7 +468,7 @@ def test_a_record_without_its_projections_is_invalid(tiny_backend, tiny_config):
 def test_the_plan_counts_the_projections_and_what_their_factors_keep(
     tiny_backend, tiny_config, documents
 ):
-    """By hooks: each layer keeps the outputs of A and of B, which are trained factors' inputs."""
+    """By hooks: each layer keeps the outputs of A and B, which feed the trained factors."""
     settings = ("lora=vera", "lora.r=24", *DENSE, "model.gradient_checkpointing=off")
     config, backend = tiny_config(*settings), filled(tiny_backend(*settings).train())
     modules, kept = backend.modules_chosen, []
@@ -499,6 +499,6 @@ def test_the_plan_counts_the_projections_and_what_their_factors_keep(
     ],
 )
 def test_a_layer_that_a_method_cannot_adapt_is_refused(tiny_config, overrides, where, said):
-    """By the plan, before anything is loaded."""
+    """The plan refuses it before anything is loaded."""
     (problem,) = [one for one in preflight(tiny_config(*overrides)) if one.where == where]
     assert said in str(problem)

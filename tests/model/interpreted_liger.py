@@ -1,4 +1,4 @@
-"""Liger's kernels beside torch and transformers, in Triton's interpreter.
+"""Liger's kernels in Triton's interpreter, compared with torch and transformers.
 
 test_liger.py runs this file in a process of its own: Triton decides when it is imported whether it
 interprets, and bitsandbytes imports Triton where it is installed.
@@ -57,7 +57,7 @@ def interpreter(monkeypatch):
 
 
 def assert_alike(ours, theirs, bound=2e-5):
-    """Compare two tensors, by their difference in relation to the second."""
+    """Compare two tensors by their difference relative to the second."""
     assert torch.isfinite(ours).all()
     ours, theirs = ours.detach(), theirs.detach()
     assert float((ours - theirs).norm()) <= bound * float(theirs.norm())
@@ -83,7 +83,7 @@ def by_torch(head, hidden_MD, targets_M, label_smoothing=0.0, z_loss=0.0):
 @pytest.mark.parametrize("changes", [{}, {"label_smoothing": 0.1}, {"z_loss": 0.01}])
 @pytest.mark.parametrize("kind", [{}, {"bias": True}, {"softcap": 3.0}])
 def test_the_head_has_the_loss_of_torchs_cross_entropy(kind, changes):
-    """The sum, the loss of each token with weights, and the gradients of both."""
+    """The sum, the weighted losses of tokens, and both gradients agree."""
     head = head_of(**kind)
     hidden_MD = torch.randn(37, 64, requires_grad=True)
     targets_M, weights_M = torch.randint(320, (37,)), torch.rand(37)
@@ -123,7 +123,7 @@ def kernels_on(model, reasons=WANTED):
 
 
 def model_logits(model, logits_MV):
-    """Do what transformers' code does with the results of its head."""
+    """Return what transformers' code makes of the head's output."""
     config = model.config
     logits_MV = logits_MV / getattr(config, "logits_scaling", 1.0)
     softcap = getattr(config, "final_logit_softcapping", None)
@@ -136,14 +136,14 @@ FAMILIES = {
     "mistral": ALL,
     "qwen2": ALL,
     "qwen3": ALL,
-    "granite": ALL - {Part.HEAD},  # its logits are scaled
-    "gemma2": {Part.HEAD, Part.ROPE},  # capped logits; norms of 1 + w; GELU
+    "granite": ALL - {Part.HEAD},  # scaled logits
+    "gemma2": {Part.HEAD, Part.ROPE},  # capped logits; norms with 1 + w; GELU
 }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_has_the_loss_and_the_gradient_of_transformers(family):
-    """Transformers' own loss on an untouched model; the record names what Liger computes."""
+    """The oracle is an unpatched model; the record names the kernels that Liger replaces."""
     scaled = {"logits_scaling": 4.0} if family == "granite" else {}
     theirs = model_of(family, **scaled)
     ours = copy.deepcopy(theirs)
@@ -168,7 +168,7 @@ def test_a_model_has_the_loss_and_the_gradient_of_transformers(family):
 
 
 def test_other_models_and_other_devices_are_left_alone():
-    """A second model of the family computes the same bits; so does ours where no kernel runs."""
+    """A second model gives the same bits, and so does ours if no kernel runs."""
     first, second = model_of("llama"), model_of("llama")
     ids_BT = torch.randint(320, (1, 9))
     with torch.no_grad():
@@ -180,7 +180,7 @@ def test_other_models_and_other_devices_are_left_alone():
 
 
 def test_a_gelu_and_a_quantized_or_trained_head_stay_with_torch():
-    """The reason is in the record."""
+    """The reason is recorded."""
     model = model_of("llama", hidden_act="gelu")
     model.lm_head.requires_grad_(requires_grad=True)
     facts = kernels_on(model).facts()
@@ -211,7 +211,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("recomputes", ["'on'", "'off'"])
 def test_qlora_learns_the_same(tiny_backend, random_documents, recomputes):
-    """The gradient of every matrix, over packed documents, with dropout and weights."""
+    """Every gradient agrees on packed documents with dropout and weights."""
     settings = ("quant.compute_dtype=f32", f"model.gradient_checkpointing={recomputes}")
     backend = tiny_backend(*settings, "lora.dropout=0.1", live=True).train()
     batch = packed_batch(random_documents([11, 6, 17]), [[0, 1, 2]], index=0)

@@ -1,4 +1,4 @@
-"""Packed attention against transformers' own eager attention on one document at a time."""
+"""Packed attention, compared with transformers' eager attention on single documents."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from mens_exp.errors import ModelFileError
 from mens_exp.model import attention
 
-LENGTHS = (7, 1, 37, 12, 5)  # below and over the 32 tokens that lengths are rounded up to
+LENGTHS = (7, 1, 37, 12, 5)  # below and above 32, to which lengths are rounded up
 TOKENS = sum(LENGTHS)
 BOUNDS = tuple(
     (sum(LENGTHS[:i]), sum(LENGTHS[: i + 1])) for i in range(len(LENGTHS))
@@ -21,7 +21,7 @@ SHAPE = {
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
-    "initializer_range": 0.2,  # far apart logits: a leak shows
+    "initializer_range": 0.2,  # far apart, so that a leak shows
 }
 WINDOW = 4
 FAMILIES = {
@@ -58,7 +58,7 @@ def draw_ids(seed=0):
 
 
 def packed(model, ids, bounds=BOUNDS):
-    """Return logits ``[T, V]`` of a packed sequence."""
+    """Return the logits ``[T, V]`` of a packed sequence."""
     positions = torch.cat([torch.arange(end - start) for start, end in bounds])[None]
     hidden = model.model(
         input_ids=ids,
@@ -72,7 +72,7 @@ def packed(model, ids, bounds=BOUNDS):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_packed_document_has_the_logits_of_eager_attention_alone(family):
-    """In f32, each document's logits are those of a plain forward of it by itself."""
+    """In float32, the logits equal those of a plain forward of each document."""
     ours, theirs = build(family, attention.IMPLEMENTATION), build(family, "eager")
     ids = draw_ids()
     with torch.no_grad():
@@ -84,7 +84,7 @@ def test_a_packed_document_has_the_logits_of_eager_attention_alone(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_document_has_the_same_logits_packed_and_alone(family):
-    """In f32, the neighbours change nothing beyond rounding."""
+    """In float32, other documents change nothing beyond rounding."""
     model, ids = build(family, attention.IMPLEMENTATION), draw_ids()
     with torch.no_grad():
         together = packed(model, ids)
@@ -95,7 +95,7 @@ def test_a_document_has_the_same_logits_packed_and_alone(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_changing_a_document_changes_nothing_in_the_others(family):
-    """Bit for bit, and the changed one does change."""
+    """The other documents stay bitwise equal, and the changed one differs."""
     model, ids = build(family, attention.IMPLEMENTATION), draw_ids()
     changed = ids.clone()
     start, end = BOUNDS[2]
@@ -119,7 +119,7 @@ def test_a_later_token_changes_nothing_before_it():
 
 
 def test_a_token_beyond_the_window_is_not_seen():
-    """With one layer and a window of 4, token 8 reaches positions 8 to 11 and no further."""
+    """With one layer and a window of 4, token 8 affects only positions 8 to 11."""
     model = build("mistral, sliding", attention.IMPLEMENTATION, num_hidden_layers=1)
     ids = draw_ids()
     changed = ids.clone()
@@ -131,7 +131,7 @@ def test_a_token_beyond_the_window_is_not_seen():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_those_of_eager_attention(family):
-    """The gradient of a packed loss is the sum of the documents' own, in f32."""
+    """The gradient of a packed loss equals the sum over single documents in float32."""
     ours, theirs = build(family, attention.IMPLEMENTATION), build(family, "eager")
     ids = draw_ids()
     packed(ours, ids).logsumexp(-1).sum().backward()
@@ -145,7 +145,7 @@ def test_gradients_are_those_of_eager_attention(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_padded_rows_have_the_logits_of_eager_attention_alone(family):
-    """Without document bounds it is SDPA under transformers' own masks."""
+    """Without document bounds SDPA runs with transformers' own masks."""
     ours, theirs = build(family, attention.IMPLEMENTATION), build(family, "eager")
     ids = draw_ids()[:, :24].reshape(2, 12)
     mask = torch.ones(2, 12, dtype=torch.long)
@@ -159,7 +159,7 @@ def test_padded_rows_have_the_logits_of_eager_attention_alone(family):
 
 @pytest.mark.parametrize("padding", [True, False])
 def test_the_base_model_drops_nothing_of_its_own(padding):
-    """In training mode, a configured attention dropout changes no logits, packed or padded."""
+    """A configured attention dropout has no effect in training, packed or padded."""
     model = build("llama", attention.IMPLEMENTATION, attention_dropout=0.5)
     ids = draw_ids()
 
@@ -183,7 +183,7 @@ class Asking(torch.nn.Module):
 
 
 def formula(query, key, value, documents, window):
-    """Attend in f64 by the definition, each document alone; ``[1, T, H, K]`` as models expect."""
+    """Attend in float64 by definition, per document; ``[1, T, H, K]`` as models expect."""
     repeats = query.shape[1] // key.shape[1]
     parts = []
     for start, end in documents:
@@ -196,18 +196,18 @@ def formula(query, key, value, documents, window):
     return torch.cat(parts, 1).transpose(0, 1)[None]
 
 
-# A document of a token, one past a block of queries, one of several blocks, and padding.
+# A document of one token, one past a block of queries, one of several blocks, and padding.
 LONG = ((0, 1), (1, 158), (158, 481))
 
 
 @pytest.mark.parametrize("window", [None, 1, 40, 200])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_learning_attends_by_the_formula(dtype, window):
-    """Output and all gradients, in blocks of queries; bf16 within its rounding."""
+    """Output and gradients agree for blocks of queries, in bf16 up to rounding."""
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(1, 500, heads, 8, generator=generator) for heads in (6, 2, 2)]
     upstream = torch.randn(1, 500, 6, 8, generator=generator)
-    upstream[:, LONG[-1][1] :] = 0  # nobody learns from padding
+    upstream[:, LONG[-1][1] :] = 0  # padding has no loss
     leaves = [x.transpose(1, 2).to(dtype).requires_grad_() for x in drawn]
     run = attention._attention
     found, _ = run(Asking(), *leaves, None, documents=LONG, sliding_window=window, scaling=0.3)
@@ -220,17 +220,17 @@ def test_learning_attends_by_the_formula(dtype, window):
         assert (mine - other).norm() <= limit * other.norm()
 
 
-# A pair whose prompt of 40 tokens is shared, a document apart, and a pair with a long one.
+# A pair sharing a prompt of 40 tokens, a separate document, and a pair with a long prompt.
 TREE = ((0, 60), (60, 65), (65, 70), (70, 290), (290, 490))
 PREFIXES = (None, (0, 40), None, None, (70, 281))
 
 
 def by_dense_mask(query, key, value, window, softcap=None):
-    """Attend in f64 with one mask of all pairs of tokens; ``[1, T, H, K]``."""
+    """Attend in float64 with one dense mask; ``[1, T, H, K]``."""
     tokens = TREE[-1][1]
     seen = torch.zeros(tokens, tokens, dtype=torch.bool)
     for (start, end), prefix in zip(TREE, PREFIXES, strict=True):
-        line = [*range(*(prefix or (0, 0))), *range(start, end)]  # as if it were one document
+        line = [*range(*(prefix or (0, 0))), *range(start, end)]  # as one document
         for place in range(end - start):
             at = len(line) - (end - start) + place
             first = 0 if window is None else max(at - window + 1, 0)
@@ -253,7 +253,7 @@ def drawn_for_the_tree(dtype=torch.float32):
 @pytest.mark.parametrize("window", [None, 1, 30, 210])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_document_that_continues_a_prefix_attends_to_both(dtype, window):
-    """Output and all gradients are those of a dense mask; padding gets zeros."""
+    """Output and gradients equal those of a dense mask; padding gets zeros."""
     leaves, generator = drawn_for_the_tree(dtype)
     upstream = torch.randn(1, 500, 6, 8, generator=generator)
     upstream[:, 490:] = 0
@@ -272,7 +272,7 @@ def test_a_document_that_continues_a_prefix_attends_to_both(dtype, window):
     "layer", [{}, {"sliding_window": 30}, {"softcap": 2.0}, {"softcap": 2.0, "sliding_window": 30}]
 )
 def test_a_document_continues_a_prefix_without_gradients_and_with_caps(layer):
-    """The kernels of validation, and of models that cap their scores."""
+    """These are the kernels of validation, and of models with capped scores."""
     leaves, _ = drawn_for_the_tree()
     options = {"documents": TREE, "prefixes": PREFIXES, "scaling": 0.3, **layer}
     with torch.no_grad():
@@ -283,7 +283,7 @@ def test_a_document_continues_a_prefix_without_gradients_and_with_caps(layer):
 
 
 def test_learning_leaves_later_keys_out(monkeypatch):
-    """A document of four blocks takes five eighths of the products of all its keys."""
+    """A document of four blocks computes five eighths of the products of all keys."""
     seen = []
     product = attention.product
 
@@ -301,7 +301,7 @@ def test_learning_leaves_later_keys_out(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 3])
 def test_both_kernels_agree(dtype, window):
-    """Without gradients, a fused kernel attends; it gives what plain products give."""
+    """Without gradients a fused kernel is used, which agrees with plain products."""
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(1, 6, 11, 8, generator=generator).to(dtype)
     key, value = (torch.randn(1, 2, 11, 8, generator=generator).to(dtype) for _ in "kv")
@@ -322,7 +322,7 @@ def test_both_kernels_agree(dtype, window):
     ],
 )
 def test_bias_hides_the_future_and_what_lies_beyond_the_window(window, expected):
-    """Zero where a position may look, the lowest number elsewhere."""
+    """The bias is zero where a position may attend, and the lowest number elsewhere."""
     bias = attention._bias(5, window, torch.float32, torch.device("cpu"))
     seen = ["".join("x" if value == 0 else "." for value in row) for row in bias.tolist()]
     assert seen == expected
@@ -330,7 +330,7 @@ def test_bias_hides_the_future_and_what_lies_beyond_the_window(window, expected)
 
 
 def test_a_bias_made_during_validation_serves_training():
-    """Made under inference mode, the fused kernel may still keep it for its backward pass."""
+    """A bias made in inference mode may be saved by the fused kernel's backward pass."""
     attention._whole_bias.cache_clear()
     with torch.inference_mode():
         bias = attention._bias(6, None, torch.float32, torch.device("cpu"))
@@ -340,7 +340,7 @@ def test_a_bias_made_during_validation_serves_training():
 
 
 def test_registering_twice_changes_nothing():
-    """The second call leaves the implementation in place."""
+    """The second call keeps the registered implementation."""
     from transformers import AttentionInterface
 
     before = AttentionInterface()[attention.IMPLEMENTATION]
@@ -349,7 +349,7 @@ def test_registering_twice_changes_nothing():
 
 
 def test_scaling_left_open_is_one_over_the_root_of_the_width():
-    """A model that names no scale gets the usual one."""
+    """A model that gives no scale gets the usual one."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, 2, 6, 16, generator=generator) for _ in range(3))
     run = attention._attention
@@ -361,7 +361,7 @@ def test_scaling_left_open_is_one_over_the_root_of_the_width():
 
 
 def by_hand(query, key, value, seen):
-    """Attend with scores capped at 2 in f64; query ``[H, N, K]``, key and value ``[H, N, K]``."""
+    """Attend with scores capped at 2 in float64; query ``[H, N, K]``, key, value ``[H, N, K]``."""
     scores = torch.einsum("hnk,hmk->hnm", query.double(), key.double()) * 0.3
     scores = 2 * torch.tanh(scores / 2)
     return torch.softmax(scores.masked_fill(~seen, -torch.inf), -1) @ value.double()
@@ -369,7 +369,7 @@ def by_hand(query, key, value, seen):
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_capped_scores_are_those_of_the_formula(window):
-    """Grouped queries and a window included; without the cap the result is another."""
+    """Grouped queries and a window are included; without the cap the result differs."""
     generator = torch.Generator().manual_seed(0)
     query = 3 * torch.randn(6, 11, 8, generator=generator)
     key, value = (torch.randn(2, 11, 8, generator=generator) for _ in "kv")
@@ -382,7 +382,7 @@ def test_capped_scores_are_those_of_the_formula(window):
 
 @pytest.mark.parametrize("mask", ["none", "boolean", "added"])
 def test_capped_scores_are_the_same_in_a_batch(mask):
-    """With no mask, a mask of what is seen, and one that is added."""
+    """Cases: no mask, a boolean mask and an additive one."""
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(2, 6, 5, 8, generator=generator)
     key, value = (torch.randn(2, 2, 5, 8, generator=generator) for _ in "kv")
@@ -403,7 +403,7 @@ def test_capped_scores_are_the_same_in_a_batch(mask):
 
 
 def test_a_single_token_sees_every_key_so_far():
-    """While generating there is no mask, and nothing is hidden."""
+    """In generation nothing is masked."""
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(1, 2, 1, 8, generator=generator)
     key, value = (torch.randn(1, 2, 7, 8, generator=generator) for _ in "kv")
@@ -424,14 +424,14 @@ def test_a_single_token_sees_every_key_so_far():
     ],
 )
 def test_an_argument_that_is_not_understood_is_refused(module, arguments, named, documents):
-    """Sinks, masks of heads and looking ahead are other models; letting them go by would be too."""
+    """Attention sinks, head masks and non-causal attention must not be ignored."""
     tensors = [torch.zeros(1, 2, 4, 8)] * 3
     with pytest.raises(ModelFileError, match=named):
         attention._attention(module, *tensors, None, documents=documents, **arguments)
 
 
 def test_arguments_without_effect_are_let_go_by():
-    """Positions are in the queries already; what is null asks for nothing."""
+    """Positions are already in the queries, and null arguments ask for nothing."""
     tensors = [torch.ones(1, 2, 4, 8)] * 3
     output, _ = attention._attention(
         Asking(), *tensors, None, position_ids=torch.arange(4)[None], use_cache=False, s_aux=None

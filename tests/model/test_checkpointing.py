@@ -1,4 +1,4 @@
-"""Activations computed again: the same numbers in less memory."""
+"""Activation checkpointing gives the same numbers in less memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def step(backend, batch):
 def test_loss_and_gradients_are_bit_for_bit_those_without(
     tiny_backend, documents, dtype, *, packed
 ):
-    """With dropout: what is computed again draws the mask that the forward pass drew."""
+    """With dropout, the recomputation draws the mask of the forward pass again."""
     batch = batch_of(documents, packed=packed)
     settings = (f"quant.compute_dtype={dtype}", "lora.dropout=0.3")
     plain = step(tiny_backend(OFF, *settings, live=True), batch)
@@ -51,7 +51,7 @@ def test_loss_and_gradients_are_bit_for_bit_those_without(
 
 
 def test_dropout_reaches_the_compared_gradients(tiny_backend, documents):
-    """Without this the comparison above would say nothing of masks."""
+    """Control: otherwise the comparison above would not involve masks."""
     batch = batch_of(documents, packed=True)
     dropped = step(tiny_backend(ON, "lora.dropout=0.3", live=True), batch)
     kept = step(tiny_backend(ON, "lora.dropout=0", live=True), batch)
@@ -59,7 +59,7 @@ def test_dropout_reaches_the_compared_gradients(tiny_backend, documents):
 
 
 def saved_bytes(backend, batch):
-    """Count what a forward pass keeps for the backward pass, each storage once."""
+    """Count the bytes that a forward pass keeps for the backward pass, each storage once."""
     kept = {}
 
     def keep(tensor):
@@ -75,14 +75,14 @@ def saved_bytes(backend, batch):
 
 
 def test_a_forward_pass_keeps_a_fraction_of_what_it_kept(tiny_backend, documents):
-    """Layer inputs in place of everything inside the layers."""
+    """Only the inputs of layers are kept."""
     batch = batch_of(documents, packed=True)
     plain, again = (saved_bytes(tiny_backend(text, live=True), batch) for text in (OFF, ON))
     assert again < plain / 4
 
 
 def test_nothing_holds_on_to_a_layer_s_inside_after_the_forward_pass(tiny_backend, documents):
-    """Dropout's own memory of its last result would keep what was to be freed."""
+    """The dropout modules must not keep their last result."""
     backend = tiny_backend(ON, "lora.dropout=0.3", live=True).train()
     batch = batch_of(documents, packed=True)
     backend.begin(batch.index)
@@ -91,20 +91,20 @@ def test_nothing_holds_on_to_a_layer_s_inside_after_the_forward_pass(tiny_backen
 
 
 def test_the_frozen_embedding_s_output_needs_no_gradient(tiny_backend, documents):
-    """That is only for re-entrant checkpointing; here it would cost one more product a layer."""
+    """Only re-entrant checkpointing needs it; here it would cost a product per layer."""
     model = tiny_backend(ON).train().causal_lm.model
     ids = torch.from_numpy(documents.ids[None, :8].astype("int64"))
     assert not model.embed_tokens(ids).requires_grad
 
 
 def test_embedding_and_head_keep_their_format(tiny_backend):
-    """PEFT's own preparation for quantized training would cast both to f32."""
+    """PEFT's preparation for k-bit training would cast both to float32."""
     model = tiny_backend(ON, "quant.compute_dtype=bf16").causal_lm
     assert {model.model.embed_tokens.weight.dtype, model.lm_head.weight.dtype} == {torch.bfloat16}
 
 
 def test_evaluation_is_as_without(tiny_backend, documents):
-    """Without gradients there is nothing to compute again."""
+    """Without gradients nothing is recomputed."""
     batch = batch_of(documents, packed=True)
     found = []
     for text in (OFF, ON):
@@ -116,7 +116,7 @@ def test_evaluation_is_as_without(tiny_backend, documents):
 
 @pytest.mark.parametrize(("setting", "expected"), [(ON, True), (OFF, False), (None, False)])
 def test_what_was_resolved_is_a_fact(tiny_backend, setting, *, expected):
-    """Read back from the graph; auto is off on CPU."""
+    """The fact is read from the graph; auto means off on the CPU."""
     backend = tiny_backend(*([setting] if setting else []))
     assert backend.facts()["gradient_checkpointing"] is expected
 
@@ -135,12 +135,12 @@ def test_what_was_resolved_is_a_fact(tiny_backend, setting, *, expected):
     ],
 )
 def test_auto_is_on_for_a_large_base_on_a_gpu(setting, parameters, device, *, expected):
-    """What is said outright holds anywhere."""
+    """An explicit setting applies everywhere."""
     assert checkpointing_wanted(setting, parameters=parameters, on_gpu=device == "cuda") is expected
 
 
 class Older(torch.nn.Module):
-    """A model with the names of transformers 5.17, and without the later ones."""
+    """A model with the attribute names of transformers 5.17 only."""
 
     is_gradient_checkpointing = False
     needs_input_gradients = True
@@ -154,7 +154,7 @@ class Older(torch.nn.Module):
 
 
 def test_a_model_of_an_older_transformers_is_switched_by_its_own_names():
-    """It was an AttributeError before step 1, though pyproject.toml admits those releases."""
+    """It was an AttributeError before step 1, although pyproject.toml allows those releases."""
     model = Older()
     assert not attention.is_checkpointing(model)
     attention.enable_checkpointing(model)

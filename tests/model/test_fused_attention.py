@@ -1,4 +1,4 @@
-"""A GPU's kernels for packed documents, by the formula in f64; torch's own masks judge ours."""
+"""GPU kernels for packed documents, compared with the float64 formula and torch's masks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mens_exp.model import attention, fused_attention
 from mens_exp.model.fused_attention import BLOCK, Kernel, Machine, Request, attend, kernel_for
 
 BOUNDS = (0, 7, 8, 45, 57, 62)
-TOKENS = 70  # eight of padding
+TOKENS = 70  # including eight of padding
 DOCUMENTS = tuple(pairwise(BOUNDS))
 WIDTH = 16
 NEW = ("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "return_aux")
@@ -26,12 +26,12 @@ def draw(heads, groups, tokens=TOKENS):
     return [torch.randn(one, generator=seed, requires_grad=True) for one in shapes]
 
 
-# Of the documents: the second continues the first, and the last one the third.
+# The second document continues the first, and the last one the third.
 PREFIXES = (None, (0, 4), None, None, (8, 30))
 
 
 def by_formula(query, key, value, *, scale, window, softcap=None, bounds=BOUNDS, prefixes=None):
-    """Attend pair by pair of tokens; `[1, T, H, K]`."""
+    """Attend for each pair of tokens; `[1, T, H, K]`."""
     query, key, value = (one.double()[0] for one in (query, key, value))
     out = torch.zeros(*query.shape[:2], value.shape[-1], dtype=torch.float64)
     for number, (start, end) in enumerate(pairwise(bounds)):
@@ -61,7 +61,7 @@ def varlen_by_formula(
     window_size=(-1, -1),
     enable_gqa=False,
 ):
-    """Attend as torch's documentation of `varlen_attn` says, with the arguments of torch 2.13."""
+    """Attend as documented for `varlen_attn`, with the arguments of torch 2.13."""
     assert return_aux is None
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
     bounds = cu_seq_q.tolist()
@@ -78,7 +78,7 @@ def varlen_by_formula(
 def varlen_of_torch_2_10(
     query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None
 ):
-    """The first release: causal or not, heads of one number, and the usual scale."""
+    """The first release has only causal, equal head counts, and the default scale."""
     assert is_causal
     assert query.shape[1] == key.shape[1]
     one = functools.partial(varlen_by_formula, window_size=(-1, 0), return_aux=return_aux)
@@ -87,8 +87,8 @@ def varlen_of_torch_2_10(
 
 @pytest.fixture
 def in_eager_mode(monkeypatch):
-    """Let FlexAttention learn on a CPU: only its compiled form has no backward pass there."""
-    # The package's attribute of this name is the function.
+    """Let FlexAttention train on the CPU, where only its eager form has a backward pass."""
+    # In the package, this name is the function.
     module = importlib.import_module("torch.nn.attention.flex_attention")
     monkeypatch.setattr(module, "_validate_device", lambda *_: None)
 
@@ -101,7 +101,7 @@ UNCOMPILED = pytest.mark.filterwarnings("ignore:flex_attention called without:Us
 
 
 @UNCOMPILED
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo looks
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # read by Dynamo
 @pytest.mark.usefixtures("in_eager_mode")
 @pytest.mark.parametrize("groups", [4, 2])
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ UNCOMPILED = pytest.mark.filterwarnings("ignore:flex_attention called without:Us
     ],
 )
 def test_each_kernel_attends_within_documents(monkeypatch, kernel, layer, varlen, groups):
-    """Values and gradients; padding gets zeros and gives none."""
+    """Values and gradients agree; padding gets zeros and no gradient."""
     monkeypatch.setattr(fused_attention, "_varlen", lambda: varlen)
     parts, again = draw(4, groups), draw(4, groups)
     one = asked(**layer)
@@ -137,7 +137,7 @@ def test_each_kernel_attends_within_documents(monkeypatch, kernel, layer, varlen
 
 
 def test_sequences_of_many_lengths_are_compiled_for_few(monkeypatch):
-    """Micro-batches differ by some tokens; torch gives up compiling after eight shapes."""
+    """Micro-batches differ slightly in length; torch stops compiling after eight shapes."""
     seen = []
 
     def recorded(query, key, value, **how):
@@ -153,7 +153,7 @@ def test_sequences_of_many_lengths_are_compiled_for_few(monkeypatch):
 
 
 def test_documents_with_gaps_are_a_mistake_of_the_caller():
-    """A kernel would join them."""
+    """A kernel would treat them as one document."""
     with pytest.raises(AssertionError):
         attend(Kernel.CAUSAL, *draw(4, 4), ((0, 7), (9, 20)), asked())
 
@@ -161,12 +161,12 @@ def test_documents_with_gaps_are_a_mistake_of_the_caller():
 @pytest.mark.parametrize("window", [None, 1, 100, 128, 129, 300])
 @pytest.mark.parametrize("seed", range(6))
 def test_blocks_are_those_that_torch_finds_pair_by_pair(seed, window):
-    """Those seen in part and as a whole, in both directions."""
+    """Partial and full blocks agree in both directions."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     draws = torch.Generator().manual_seed(seed)
     tokens = [BLOCK, 5 * BLOCK, 5 * BLOCK + 17][seed % 3]
-    end = tokens - 9 * (seed % 2)  # where there is padding
+    end = tokens - 9 * (seed % 2)  # if there is padding
     count = int(torch.randint(0, 7, (1,), generator=draws))
     bounds = (0, *sorted({*torch.randint(1, end, (count,), generator=draws).tolist(), end}))
     document_T = torch.bucketize(torch.arange(tokens), torch.tensor(bounds[1:]), right=True)
@@ -189,7 +189,7 @@ def test_blocks_are_those_that_torch_finds_pair_by_pair(seed, window):
 @pytest.mark.parametrize("window", [None, 1, 100, 128, 129, 300])
 @pytest.mark.parametrize("seed", range(4))
 def test_blocks_of_prefixes_are_those_that_torch_finds_pair_by_pair(seed, window):
-    """Of pairs with prompts of many lengths, beside documents that continue nothing."""
+    """Pairs have prompts of many lengths, beside independent documents."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     draws = torch.Generator().manual_seed(seed)
@@ -230,7 +230,7 @@ def test_blocks_of_prefixes_are_those_that_torch_finds_pair_by_pair(seed, window
 
 
 def listed(mask, count, indices):
-    """Name the blocks of each row; what lies behind their count is arbitrary."""
+    """Return the blocks of each row; entries beyond the count are arbitrary."""
     counts, places = getattr(mask, count)[0, 0], getattr(mask, indices)[0, 0]
     return [sorted(row[:number].tolist()) for number, row in zip(counts, places, strict=True)]
 
@@ -267,13 +267,13 @@ WITHOUT = Machine(capability=(9, 0), varlen=frozenset(), has_flex=False)
     ],
 )
 def test_the_kernel_is_one_that_computes_the_layer(layer, there, kernel):
-    """Flash attention where it can, FlexAttention for the rest, and none where neither can."""
+    """Flash attention is preferred, then FlexAttention, and None if neither supports the layer."""
     layer = {"dtype": torch.bfloat16, "width": 128, "value_width": 128, **layer}
     assert kernel_for(Request(**{"scale": layer["width"] ** -0.5, **layer}), there) is kernel
 
 
 def test_a_device_that_is_no_gpu_has_none_of_them():
-    """There, attention is in blocks of queries."""
+    """On other devices attention runs in blocks of queries."""
     assert fused_attention.machine_of(torch.device("cpu")) is None
     assert fused_attention.described(torch.device("cpu"), torch.bfloat16) == "by document 1"
 
@@ -281,7 +281,7 @@ def test_a_device_that_is_no_gpu_has_none_of_them():
 @UNCOMPILED
 @pytest.mark.parametrize("layer", [{}, {"sliding_window": 5}, {"softcap": 0.7}])
 def test_models_attend_with_the_kernel_of_their_machine(monkeypatch, layer):
-    """The arguments of transformers, with each kernel that the machine chooses."""
+    """Each kernel that a machine may choose gets the arguments of transformers."""
     flex = Machine(capability=(9, 0), varlen=frozenset(), has_flex=True)
     monkeypatch.setattr(attention, "machine_of", lambda _: flex)
     module = torch.nn.Module()

@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-# Triton's interpreter that these tests were written for; a CUDA build of torch brings its own.
+# These tests were written for this Triton; a CUDA build of torch brings its own.
 PACKAGES = ("liger-kernel==0.8.5", "triton==3.9.0")
 
 
 def test_the_kernels_agree_with_torch_in_tritons_interpreter(installed):
-    """Every test of interpreted_liger.py, in f32."""
+    """Every test of interpreted_liger.py passes, in float32."""
     paths = [str(installed("liger", *PACKAGES)), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
     file = str(HERE / "interpreted_liger.py")

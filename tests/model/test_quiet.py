@@ -20,7 +20,7 @@ def state():
 
 @pytest.mark.parametrize("bars", [True, False])
 def test_levels_and_bars_are_as_before_afterwards(bars):
-    """Whatever the user had set is set again."""
+    """The user's settings are restored."""
     from transformers.utils import logging as hf_logging
 
     original = state()
@@ -39,7 +39,7 @@ def test_levels_and_bars_are_as_before_afterwards(bars):
 
 
 def test_levels_are_as_before_after_an_error():
-    """The error comes through and the levels are back."""
+    """The error propagates."""
     before = state()
     with pytest.raises(OSError, match="lost"), quiet():
         raise OSError("lost")
@@ -47,7 +47,7 @@ def test_levels_are_as_before_after_an_error():
 
 
 def test_only_future_warnings_are_silenced():
-    """Any other warning still reaches the user."""
+    """Other warnings still reach the user."""
     with quiet():
         warnings.warn("about each other", FutureWarning, stacklevel=1)
     with pytest.warns(UserWarning, match="about the user"), quiet():

@@ -47,7 +47,7 @@ def written(tmp_path):
 
 @pytest.mark.parametrize("family", ModelFamily, ids=lambda family: family.value)
 def test_a_family_is_written_as_transformers_reads_it(family, written):
-    """Every weight arrives, none is made up, and the shape is the configured one."""
+    """Loading in transformers uses every weight, initializes none, and has the configured shape."""
     from transformers import AutoModelForCausalLM
 
     model = FAMILIES[family]
@@ -69,7 +69,7 @@ def test_a_family_is_written_as_transformers_reads_it(family, written):
 
 
 def test_biases_and_norms_are_drawn_too(written):
-    """Around zero and one, so that leaving one out shows."""
+    """Values vary around zero and one, so that leaving one out is noticed."""
     tensors = tensors_of(written(FAMILIES[ModelFamily.qwen2]))
     bias = tensors["model.layers.0.self_attn.q_proj.bias"]
     norm = tensors["model.layers.1.input_layernorm.weight"]
@@ -79,13 +79,13 @@ def test_biases_and_norms_are_drawn_too(written):
 
 
 def test_gemma_s_norms_are_drawn_around_zero(written):
-    """It adds the one itself."""
+    """Gemma's norm adds one itself."""
     norm = tensors_of(written(FAMILIES[ModelFamily.gemma2]))["model.norm.weight"]
     assert abs(float(norm.mean())) < 0.02
 
 
 def test_weights_are_normal_with_the_family_s_spread(written):
-    """Mean 0 and deviation 0.02 over 320·64 draws, and no two tensors alike."""
+    """320·64 draws have mean 0 and standard deviation 0.02, and two projections differ."""
     tensors = tensors_of(written(FAMILIES[ModelFamily.llama]))
     table = tensors["model.embed_tokens.weight"]
     assert abs(float(table.mean())) < 5 * 0.02 / table.numel() ** 0.5
@@ -95,7 +95,7 @@ def test_weights_are_normal_with_the_family_s_spread(written):
 
 
 def test_a_tensor_is_its_own_whatever_stands_beside_it(written):
-    """One more layer, another vocabulary: what has the same name and shape has the same values."""
+    """With one more layer or another vocabulary, tensors of equal name and shape are equal."""
     model = FAMILIES[ModelFamily.llama]
     small = tensors_of(written(model))
     large = tensors_of(written(replace(model, num_hidden_layers=3, vocab_size=640), "large"))
@@ -105,7 +105,7 @@ def test_a_tensor_is_its_own_whatever_stands_beside_it(written):
 
 
 def test_sharding_changes_no_weight(written, monkeypatch):
-    """Many shards and an index hold what one file holds, and transformers reads both alike."""
+    """Many shards with an index equal a single file, and transformers reads both."""
     from transformers import AutoModelForCausalLM
 
     model = FAMILIES[ModelFamily.llama]
@@ -124,7 +124,7 @@ def test_sharding_changes_no_weight(written, monkeypatch):
 
 
 def test_bf16_weights_are_the_f32_ones_rounded(written):
-    """Half the bytes, and config.json says so."""
+    """Each weight is the float32 one rounded, and config.json names bf16."""
     model = FAMILIES[ModelFamily.llama]
     full = tensors_of(written(model))
     directory = written(replace(model, dtype=WeightsDtype.bf16), "half")
@@ -134,13 +134,13 @@ def test_bf16_weights_are_the_f32_ones_rounded(written):
 
 
 def test_an_untied_head_is_drawn(written):
-    """It is a matrix of its own."""
+    """The head is a separate matrix."""
     tensors = tensors_of(written(replace(FAMILIES[ModelFamily.llama], tie_word_embeddings=False)))
     assert not torch.equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"])
 
 
 def test_a_model_is_never_held_whole(tmp_path):
-    """Writing 500 MB in shards of 50 raises the peak of memory by far less than the model.
+    """Writing 500 MB in shards of 50 MB raises peak memory by far less than the model's size.
 
     Eight billion parameters go the same way: one shard and one tensor at a time.
     """

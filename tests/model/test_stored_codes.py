@@ -1,4 +1,4 @@
-"""Codes in published formats, compared with the values that other packages give.
+"""Codes in published formats, compared with the values of other packages.
 
 tests/support/published_codes.py wrote the files with those packages; transformers' and
 bitsandbytes' own functions are asked here.
@@ -101,7 +101,7 @@ def test_integers_of_fewer_bits_take_a_byte_where_they_are_not_packed():
 
 
 def test_a_header_that_the_library_does_not_read_is_refused(tmp_path):
-    """Python reads half of a surrogate pair in a header, and the library does not."""
+    """Python accepts a lone surrogate in a header, and the safetensors library does not."""
     write_byte_level_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text("{}", "utf-8")
     text = b'{"a\\ud800": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'

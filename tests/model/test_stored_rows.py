@@ -24,7 +24,7 @@ def shard(tmp_path):
 
 @pytest.mark.parametrize("name", TENSORS)
 def test_rows_are_the_tensor_s_own(shard, name):
-    """In the format they are stored in; a scalar is one row."""
+    """Rows have their stored dtype, and a scalar is one row."""
     rows = StoredRows(shard, name, read_header(shard)[name])
     found = rows.read(0, rows.rows)
     assert found.dtype == TENSORS[name].dtype
@@ -32,13 +32,13 @@ def test_rows_are_the_tensor_s_own(shard, name):
 
 
 def test_a_part_of_the_rows_is_read(shard):
-    """Rows 1 and 2 of four."""
+    """Rows 1 and 2 of four are read."""
     rows = StoredRows(shard, "w", read_header(shard)["w"])
     assert torch.equal(rows.read(1, 3), TENSORS["w"][1:3])
 
 
 def test_a_file_that_ends_early_and_an_unknown_type_are_refused(shard):
-    """Never silently fewer rows."""
+    """Rows must not be missing silently."""
     info = read_header(shard)["b"]
     long = TensorInfo(info.dtype, (1000,), info.start, info.end)
     with pytest.raises(ModelFileError, match="ended while it was read"):

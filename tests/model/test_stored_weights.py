@@ -1,4 +1,4 @@
-"""Weights read from a directory are those that transformers loads."""
+"""Weights read from a directory, compared with those that transformers loads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def test_a_projection_is_read_as_linear_has_it(tiny_base):
-    """Outputs by inputs, f32."""
+    """The shape is outputs by inputs, in float32."""
     from transformers import AutoModelForCausalLM
 
     with quiet():
@@ -29,7 +29,7 @@ def test_a_projection_is_read_as_linear_has_it(tiny_base):
 
 @pytest.mark.parametrize("shards", ["1MB", "20KB"])
 def test_gpt2_s_transposed_weights_are_turned(tmp_path, shards):
-    """Checkpoints hold ``[in, out]``; from one file and from several, saved in bf16."""
+    """The stored ``[in, out]`` is transposed; from one file and several, saved in bf16."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -48,7 +48,7 @@ def test_gpt2_s_transposed_weights_are_turned(tmp_path, shards):
 
 
 def test_a_weight_that_is_not_there_is_refused(tiny_base):
-    """By the module's name."""
+    """The error names the module."""
     weights = StoredWeights(tiny_base.directory, FAMILIES["llama"])
     with pytest.raises(ModelFileError, match=r"layers\.7"):
         weights.read("model.layers.7.self_attn.k_proj", CPU)

@@ -1,4 +1,4 @@
-"""Execute a notebook from top to bottom, in a process of its own: its sockets are not pytest's."""
+"""Execute a notebook in a process whose sockets are separate from pytest's."""
 
 from __future__ import annotations
 

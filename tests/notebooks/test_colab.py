@@ -23,7 +23,7 @@ def read():
 
 
 def commands():
-    """Return each command that a cell types, its braces filled from the notebook's own cells."""
+    """Return each command in a cell, with its braces filled in from the notebook."""
     code = "\n".join(cell.source for cell in read().cells if cell.cell_type == "code")
     values = dict(re.findall(r'^([A-Z]+) = "(.*)"$', code, re.MULTILINE))
     return [
@@ -33,7 +33,7 @@ def commands():
 
 
 def test_the_notebook_is_stored_without_outputs_and_asks_for_a_gpu():
-    """What git holds is what somebody wrote, and Colab reads the metadata."""
+    """Git holds no outputs, and Colab reads the GPU request from the metadata."""
     notebook = read()
     nbformat.validate(notebook)
     assert notebook.metadata["accelerator"] == "GPU"
@@ -43,7 +43,7 @@ def test_the_notebook_is_stored_without_outputs_and_asks_for_a_gpu():
 
 @pytest.mark.parametrize("command", commands()[3:])
 def test_a_later_command_composes(command):
-    """Each that the test below does not type is accepted as it stands."""
+    """Each command that the test below does not run is accepted as it stands."""
     words = shlex.split(command)
     checked = check([word for word in words if word != "-m"], multirun="-m" in words)
     assert [str(problem) for problem in checked.problems] == []
@@ -52,7 +52,7 @@ def test_a_later_command_composes(command):
 def test_the_notebook_trains_on_example_rows_and_shows_the_report(
     tmp_path, monkeypatch, shell_path
 ):
-    """Up to the answers of both models, on two random layers; its sweep is that of README."""
+    """It runs on two random layers up to both models' answers; its sweep is README's."""
     monkeypatch.setenv("PATH", shell_path)
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "jupyter"))

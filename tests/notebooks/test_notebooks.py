@@ -21,7 +21,7 @@ STUDY = FOLDER / "records" / "study"
 READERS = {"artifacts", "report"}
 HEAVY = {"bitsandbytes", "datasets", "lightning", "peft", "torch", "transformers", "wandb"}
 STRICT = "import warnings\nwarnings.simplefilter('error')"
-# PEFT 0.21 calls transformers 5 by the old name, as in pyproject.toml.
+# PEFT 0.21 uses the old name in transformers 5, as noted in pyproject.toml.
 OLD_NAME = (
     "warnings.filterwarnings('ignore', '`is_gradient_checkpointing` is deprecated')\n"
     "warnings.filterwarnings('ignore', '`torch.jit.script_method` is deprecated')"
@@ -48,7 +48,7 @@ def imported(notebook):
 
 
 def forbidden(notebook):
-    """Return what a notebook imports beside the readers and the light libraries."""
+    """Return the modules a notebook imports beyond the readers and light libraries."""
     return {
         name
         for name in imported(notebook)
@@ -58,7 +58,7 @@ def forbidden(notebook):
 
 
 def dirty(notebook):
-    """Return the identifiers of cells that carry what an execution left."""
+    """Return the ids of cells that have outputs or execution counts."""
     return [
         cell.id
         for cell in notebook.cells
@@ -68,7 +68,7 @@ def dirty(notebook):
 
 @pytest.fixture
 def execute(tmp_path, monkeypatch):
-    """Run a notebook from top to bottom, its warnings errors; return it with its outputs.
+    """Run a notebook with warnings as errors; return it with its outputs.
 
     With `failing`, return instead what the failing cell said.
     """
@@ -105,14 +105,14 @@ def text_of(notebook):
 
 
 def test_every_notebook_is_tested():
-    """A new notebook is named above, and a gone one is taken off the list."""
+    """The lists above must name every notebook, and no other."""
     found = {path.stem for path in FOLDER.glob("*.ipynb")}
-    assert found == {*NOTEBOOKS, "colab"}  # test_colab.py runs the one that trains
+    assert found == {*NOTEBOOKS, "colab"}  # test_colab.py runs the training one
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_notebook_is_stored_without_outputs(name):
-    """What git holds is what somebody wrote; no execution count, no picture."""
+    """Cells have no execution count and no output."""
     notebook = read(name)
     nbformat.validate(notebook)
     assert dirty(notebook) == []
@@ -124,13 +124,13 @@ def test_notebook_is_stored_without_outputs(name):
     [{"execution_count": 3}, {"outputs": [nbformat.v4.new_output("stream", text="5.4")]}],
 )
 def test_notebook_with_an_output_is_found(left):
-    """The check sees a count without an output, and an output without a count."""
+    """Control: the check finds a count without an output, and the reverse."""
     assert len(dirty(new_notebook(cells=[new_code_cell("1", **left)]))) == 1
 
 
 @pytest.mark.parametrize("name", READING)
 def test_notebook_imports_readers_only(name):
-    """Records and their renderings are all that a notebook needs; nothing of it can train."""
+    """A notebook needs only records and their renderings, and cannot train."""
     assert forbidden(read(name)) == set()
     assert any(module.startswith("mens_exp.artifacts.") for module in imported(read(name)))
 
@@ -145,13 +145,13 @@ def test_notebook_imports_readers_only(name):
     ],
 )
 def test_import_of_training_is_found(source):
-    """The check sees libraries, our own packages, nested statements and the package itself."""
+    """Control: the check finds libraries, our packages, nested imports and the package itself."""
     assert len(forbidden(new_notebook(cells=[new_code_cell(source)]))) == 1
 
 
 @pytest.mark.parametrize("name", READING)
 def test_notebook_runs_to_its_end(execute, name):
-    """On the shipped records no cell fails, warns or loads torch, and each drawing is made."""
+    """On the shipped records no cell fails, warns or loads torch, and each plot is drawn."""
     done = execute(read(name))
     drawn = [one for one in outputs(done, "display_data") if "image/png" in one.data]
     assert len(drawn) == "\n".join(code_of(done)).count("plt.show()")
@@ -160,7 +160,7 @@ def test_notebook_runs_to_its_end(execute, name):
 
 
 def test_a_notebook_trains_and_compares(execute, tmp_path, monkeypatch):
-    """In ten cells at most: four runs, their bars, a verdict, and a model that answers."""
+    """At most ten cells make four runs, their plots, a verdict and a model that answers."""
     place = tmp_path / "place"
     place.mkdir()
     monkeypatch.setenv("MENS_EXP_NOTEBOOK_PATH", str(place))
@@ -186,7 +186,7 @@ def test_a_notebook_trains_and_compares(execute, tmp_path, monkeypatch):
 
 
 def test_notebooks_show_what_the_records_hold(execute):
-    """All six runs are at hand, each the very record that was compared."""
+    """All six runs exist, each with the manifest that was compared."""
     shown = text_of(execute(read("02-compare-arms")))
     rows = [line for line in shown.splitlines() if "│ lora.r=" in line and "5.6380" in line]
     assert len(rows) == 6
@@ -194,7 +194,7 @@ def test_notebooks_show_what_the_records_hold(execute):
 
 
 def test_variable_names_another_run(execute, tmp_path, monkeypatch):
-    """A run elsewhere is read, also one that took no step and was scored by no suite."""
+    """Another run can be read, even one without a step or a score."""
     shutil.copytree(STUDY / "0_6fc0dd12", tmp_path / "run")
     (tmp_path / "run" / "scorecard.json").unlink()
     telemetry = tmp_path / "run" / "telemetry.jsonl"
@@ -208,14 +208,14 @@ def test_variable_names_another_run(execute, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", READING)
 def test_directory_without_a_run_is_refused(execute, tmp_path, monkeypatch, name):
-    """The reader's own message says what is missing."""
+    """The reader's message says what is missing."""
     monkeypatch.setenv("MENS_EXP_NOTEBOOK_PATH", str(tmp_path))
     said = execute(read(name), failing=True)
     assert "no manifest.json in this directory" in said
 
 
 def test_warning_in_a_cell_fails(execute):
-    """A library's warning in a notebook is as much an error as in a test."""
+    """Warnings of libraries are errors in notebooks as in tests."""
     cell = new_code_cell("import warnings\nwarnings.warn('old name', DeprecationWarning)")
     said = execute(new_notebook(cells=[cell]), failing=True)
     assert "DeprecationWarning: old name" in said

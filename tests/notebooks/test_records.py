@@ -25,14 +25,14 @@ def _commands():
 
 
 def test_records_are_small():
-    """Everything together stays a small part of the repository."""
+    """All records together stay small."""
     sizes = [path.stat().st_size for path in RECORDS.rglob("*") if path.is_file()]
     assert sum(sizes) < 300_000
 
 
 @pytest.mark.parametrize("path", STUDY, ids=lambda path: path.name)
 def test_run_is_whole(path):
-    """Each record reads, and is by its digest the one that the run wrote."""
+    """Each record can be read, and its digest is the one the run wrote."""
     run = RunDir(path)
     manifest = Manifest.read(run.manifest)
     assert manifest.status is Status.SUCCEEDED
@@ -42,7 +42,7 @@ def test_run_is_whole(path):
 
 
 def test_comparison_is_of_these_runs():
-    """Two arms of three seeds, each run named by the digest of the manifest that lies here."""
+    """Two arms of three seeds name each run by the digest of its manifest here."""
     record = Comparison.read(RECORDS / "comparison" / "compare.json")
     assert {arm["name"]: arm["seeds"] for arm in record.arms} == {
         "lora.r=2": [1, 2, 3],
@@ -54,7 +54,7 @@ def test_comparison_is_of_these_runs():
 
 
 def test_one_run_of_each_arm_has_its_telemetry():
-    """Eight steps of each, and the base validated before the first."""
+    """Each has eight steps and a validation of the base before the first."""
     told = [RunDir(path).telemetry for path in STUDY if RunDir(path).telemetry.is_file()]
     assert [path.parent.name for path in told] == ["0_6fc0dd12", "3_14ba11e4"]
     for path in told:
@@ -64,7 +64,7 @@ def test_one_run_of_each_arm_has_its_telemetry():
 
 
 def test_attribution_is_the_one_its_run_wrote(tmp_path):
-    """Written again with its white space, it has the digest that the manifest names."""
+    """Written again, it has the digest in the manifest, white space included."""
     run = RunDir(RECORDS / "attribution")
     Attribution.read(run.attribution).write(tmp_path / "attribution.json")
     expected = Manifest.read(run.manifest).outputs["attribution.json"]
@@ -81,5 +81,5 @@ def test_command_that_made_them_composes(words):
 
 
 def test_three_commands_are_quoted():
-    """The page still says how each of the three folders was made."""
+    """The page says how each of the three directories was made."""
     assert len(_commands()) == 3

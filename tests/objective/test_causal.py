@@ -10,7 +10,7 @@ M, D, V = 37, 16, 53
 
 
 class Head:
-    """A frozen head that remembers what it was called with."""
+    """A frozen head that records its inputs."""
 
     def __init__(self):
         self.weight = torch.randn(V, D, generator=torch.Generator().manual_seed(1))
@@ -36,7 +36,7 @@ def drawn(count=M, dtype=torch.float32):
 
 
 def test_sum_and_gradient_are_those_of_cross_entropy_on_full_logits(head):
-    """Against torch's own, with all logits at once, to 1e-6 in f32."""
+    """The oracle is torch's loss over all logits at once, to 1e-6 in float32."""
     hidden, targets = drawn()
     loss = CrossEntropy("causal", 8)(hidden, targets, head)
     loss.total.backward()
@@ -51,7 +51,7 @@ def test_sum_and_gradient_are_those_of_cross_entropy_on_full_logits(head):
 
 
 def test_one_token_by_hand():
-    """Logits (0, ln 3) and target 0 give ln 4 nats and the gradient (-3/4, 3/4) on the logits."""
+    """By hand: logits (0, ln 3) and target 0 give ln 4 nats and the gradient (-3/4, 3/4)."""
     hidden = torch.tensor([[0.0, 3.0]]).log().nan_to_num(neginf=0.0).requires_grad_()
     loss = CrossEntropy("causal", 4)(hidden, torch.tensor([0]), lambda h: h)
     loss.total.backward()
@@ -62,7 +62,7 @@ def test_one_token_by_hand():
 
 @pytest.mark.parametrize("chunk", [1, 5, 36, 37, 38, 1000])
 def test_the_chunk_changes_nothing_but_memory(head, chunk):
-    """Any chunk gives the loss and gradient of one."""
+    """Every chunk size gives the same loss and gradient."""
     results = []
     for size in (M, chunk):
         hidden, targets = drawn()
@@ -75,7 +75,7 @@ def test_the_chunk_changes_nothing_but_memory(head, chunk):
 
 
 def test_no_more_logits_than_a_chunk_exist_at_one_time(head):
-    """37 positions in chunks of 8: the head sees 8, 8, 8, 8 and 5, once each."""
+    """37 positions in chunks of 8 reach the head as 8, 8, 8, 8 and 5, once each."""
     hidden, targets = drawn()
     loss = CrossEntropy("causal", 8)(hidden, targets, head)
     loss.total.backward()
@@ -83,7 +83,7 @@ def test_no_more_logits_than_a_chunk_exist_at_one_time(head):
 
 
 def test_the_gradient_scales_with_what_comes_from_above(head):
-    """Lightning divides by the accumulation and the module multiplies by it; both reach here."""
+    """Lightning divides by the accumulation and the module multiplies by it."""
     plain, targets = drawn()
     scaled, _ = drawn()
     objective = CrossEntropy("causal", 8)
@@ -95,7 +95,7 @@ def test_the_gradient_scales_with_what_comes_from_above(head):
 
 
 def test_bf16_hidden_states_get_a_bf16_gradient_and_an_f32_loss(head):
-    """The loss is summed in f32 whatever the format of the hidden states."""
+    """The loss is summed in float32 for any format of the hidden states."""
     hidden, targets = drawn(dtype=torch.bfloat16)
     loss = CrossEntropy("causal", 8)(hidden, targets, head)
     loss.total.backward()
@@ -108,7 +108,7 @@ def test_bf16_hidden_states_get_a_bf16_gradient_and_an_f32_loss(head):
 
 
 def test_no_supervised_token_is_a_loss_of_zero(head):
-    """The sum and the count are 0, and the backward pass runs."""
+    """Sum and count are 0, and the backward pass works."""
     hidden, targets = drawn(0)
     loss = CrossEntropy("causal", 8)(hidden, targets, head)
     loss.total.backward()
@@ -119,7 +119,7 @@ def test_no_supervised_token_is_a_loss_of_zero(head):
 
 @pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
 def test_without_gradients_none_are_computed(head, guard):
-    """Validation pays for no backward pass, and the loss is the same."""
+    """Validation needs no backward pass, and the loss is equal."""
     hidden, targets = drawn()
     expected = CrossEntropy("causal", 8)(hidden, targets, head)
     head.with_gradient.clear()
@@ -131,7 +131,7 @@ def test_without_gradients_none_are_computed(head, guard):
 
 
 def test_the_frozen_head_gets_no_gradient(head):
-    """Only the hidden states learn."""
+    """Only the hidden states get a gradient."""
     head.weight.requires_grad_(requires_grad=False)
     hidden, targets = drawn()
     CrossEntropy("causal", 8)(hidden, targets, head).total.backward()
@@ -141,7 +141,7 @@ def test_the_frozen_head_gets_no_gradient(head):
 
 
 class LearningHead(Head):
-    """A frozen head under a low-rank update that learns."""
+    """A frozen head with a trainable low-rank update."""
 
     def __init__(self):
         super().__init__()
@@ -156,7 +156,7 @@ class LearningHead(Head):
 @pytest.mark.parametrize("chunk", [1, 5, 37, 1000])
 @pytest.mark.parametrize("hidden_learns", [True, False])
 def test_a_head_that_learns_gets_the_gradients_of_full_logits(chunk, *, hidden_learns):
-    """Nobody has to name its parameters; also where it alone learns. To 1e-5 in f32."""
+    """Its parameters are found automatically, also if only it is trained; to 1e-5 in float32."""
     head, reference = LearningHead(), LearningHead()
     hidden, targets = drawn()
     plain = hidden.detach().clone().requires_grad_(hidden_learns)
@@ -174,7 +174,7 @@ def test_a_head_that_learns_gets_the_gradients_of_full_logits(chunk, *, hidden_l
 
 
 def test_gradients_of_a_head_add_up_over_micro_batches():
-    """Two backward passes are twice one."""
+    """Two backward passes give twice the gradient of one."""
     once, twice = LearningHead(), LearningHead()
     objective = CrossEntropy("causal", 8)
     for head, times in ((once, 1), (twice, 2)):
@@ -187,7 +187,7 @@ def test_gradients_of_a_head_add_up_over_micro_batches():
 
 
 def test_no_chunk_s_graph_outlives_it(head):
-    """What is behind the loss is one node with its gradients, and the leaves."""
+    """The graph of the loss is a single node and the leaves."""
     hidden, targets = drawn()
     loss = CrossEntropy("causal", 8)(hidden, targets, head)
     assert loss.total.grad_fn is not None
@@ -196,7 +196,7 @@ def test_no_chunk_s_graph_outlives_it(head):
 
 
 def test_measuring_a_head_that_learns_computes_no_gradient():
-    """Validation of a head with an adapter."""
+    """This is the validation of a head with an adapter."""
     head = LearningHead()
     hidden, targets = drawn()
     with torch.no_grad():
@@ -207,7 +207,7 @@ def test_measuring_a_head_that_learns_computes_no_gradient():
 
 @pytest.mark.parametrize("chunk_tokens", [1, 8, 100])
 def test_without_gradients_the_loss_of_each_token_is_torch_s_own(head, chunk_tokens):
-    """Token by token to 1e-6, and the sum is the one that training takes, bit for bit."""
+    """Each token agrees to 1e-6, and the sum equals the training loss bit for bit."""
     hidden, targets = drawn()
     objective = CrossEntropy("causal", chunk_tokens)
     with torch.no_grad():
@@ -219,7 +219,7 @@ def test_without_gradients_the_loss_of_each_token_is_torch_s_own(head, chunk_tok
 
 
 def test_no_target_has_no_token_loss(head):
-    """An empty batch sums to 0."""
+    """An empty batch has a sum of 0."""
     with torch.no_grad():
         loss = CrossEntropy("causal", 8)(torch.zeros(0, D), torch.zeros(0, dtype=torch.long), head)
     assert (float(loss.total), loss.count, loss.losses_M.tolist()) == (0, 0, [])

@@ -1,4 +1,4 @@
-"""The losses of distillation, compared with TRL's, with torch's and with formulas in f64."""
+"""Distillation losses, compared with TRL, torch and float64 formulas."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TEMPERATURES = [1.0, 0.5, 3.0]
 
 
 def drawn(*, positions=40, vocabulary=97, seed=0):
-    """Student's logits, teacher's, and targets; some of both are far apart."""
+    """Return student and teacher logits, some far apart, and targets."""
     generator = torch.Generator().manual_seed(seed)
     student, teacher = (
         torch.randn(positions, vocabulary, generator=generator) * scale for scale in (2.0, 5.0)
@@ -40,7 +40,7 @@ def drawn(*, positions=40, vocabulary=97, seed=0):
 
 
 def learned(found, logits):
-    """The sum, and its gradient by the logits."""
+    """Return the loss sum and its gradient by the logits."""
     (gradient,) = torch.autograd.grad(found, logits)
     return float(found.detach()), gradient
 
@@ -48,7 +48,7 @@ def learned(found, logits):
 @pytest.mark.parametrize("beta", BETAS)
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_loss_and_gradient_are_those_of_trl(beta, temperature, monkeypatch):
-    """Its GKD trainer's, on the same f32 logits; it means over tokens, we divide the sum later."""
+    """The oracle is TRL's GKD loss on the same float32 logits, times the number of tokens."""
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     from trl.experimental.gkd import GKDTrainer
 
@@ -77,7 +77,7 @@ def test_loss_and_gradient_are_those_of_trl(beta, temperature, monkeypatch):
 @pytest.mark.parametrize("beta", BETAS)
 @pytest.mark.parametrize("ce_weight", [0.0, 0.3])
 def test_loss_and_gradient_are_those_of_the_formula_in_f64(beta, ce_weight):
-    """Of probabilities as the papers write them, through torch's own derivatives."""
+    """The oracle is the papers' formula on probabilities, differentiated by torch."""
     temperature = 2.0
     student, teacher, targets = drawn(seed=1)
     wide = student.double().requires_grad_()
@@ -107,7 +107,7 @@ def test_loss_and_gradient_are_those_of_the_formula_in_f64(beta, ce_weight):
 
 
 def test_forward_and_reverse_are_torchs_own():
-    """kl_div has the target second, so that each direction is one exchange away."""
+    """kl_div takes the target second, so each direction swaps the arguments."""
     student, teacher, targets = drawn(seed=2)
     q, p = (torch.log_softmax(one.double(), dim=1) for one in (student, teacher))
     for beta, (first, second) in ((0.0, (q, p)), (1.0, (p, q))):
@@ -118,7 +118,7 @@ def test_forward_and_reverse_are_torchs_own():
 
 @pytest.mark.parametrize("beta", BETAS)
 def test_a_student_that_is_its_teacher_has_nothing_to_learn(beta):
-    """Loss and gradient are zero, within rounding."""
+    """Loss and gradient are zero within rounding."""
     student, _, targets = drawn(seed=3)
     at = student.clone().requires_grad_()
     loss, by = learned(summed_divergence(at, student, targets, beta=beta).loss, at)
@@ -131,7 +131,7 @@ def objective(**settings):
 
 
 def passed(dtype=torch.float32):
-    """A micro-batch of 40 positions; the teacher is wider than the student."""
+    """Pass a micro-batch of 40 positions; the teacher's hidden state is wider."""
     generator = torch.Generator().manual_seed(4)
     _, _, targets = drawn()
     hidden, theirs = (torch.randn(40, width, generator=generator).to(dtype) for width in (16, 24))
@@ -145,7 +145,7 @@ def passed(dtype=torch.float32):
 
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 40, 64])
 def test_chunks_change_nothing(chunk_tokens):
-    """Gradients reach hidden states and head, as in one piece by torch's own derivatives."""
+    """Gradients of hidden states and head equal those of torch without chunks."""
     at, hidden, heads = passed()
     found = objective(chunk_tokens=chunk_tokens, beta=0.5, ce_weight=0.2).loss(at)
     (found.total * 3).backward()
@@ -164,7 +164,7 @@ def test_chunks_change_nothing(chunk_tokens):
 
 
 def known(teacher, targets, k, temperature):
-    """What is kept of a teacher of these logits."""
+    """Return the stored values of a teacher with these logits."""
     batch = SimpleNamespace(targets_M=targets)
     at = Passed(batch, teacher, lambda states: states)
     return top_tokens(at, k, chunk_tokens=7, temperature=temperature)
@@ -173,7 +173,7 @@ def known(teacher, targets, k, temperature):
 @pytest.mark.parametrize("beta", BETAS)
 @pytest.mark.parametrize("k", [1, 5, 90])
 def test_of_top_tokens_all_others_are_one_outcome(beta, k):
-    """Loss and gradient, by torch's own derivatives in f64 of K + 1 summed probabilities."""
+    """The oracle is torch in float64 on K + 1 summed probabilities."""
     temperature, ce_weight = 2.0, 0.3
     student, teacher, targets = drawn(seed=5)
     wide = student.double().requires_grad_()
@@ -208,7 +208,7 @@ def test_of_top_tokens_all_others_are_one_outcome(beta, k):
 
 @pytest.mark.parametrize("beta", BETAS)
 def test_all_but_one_token_are_the_whole_teacher(beta, monkeypatch):
-    """TRL's GKD loss over the vocabulary; fewer tokens give a smaller divergence."""
+    """With all tokens it equals TRL's GKD loss; with fewer the divergence is smaller."""
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     from trl.experimental.gkd import GKDTrainer
 
@@ -230,7 +230,7 @@ def test_all_but_one_token_are_the_whole_teacher(beta, monkeypatch):
 
 
 def test_validation_is_the_cross_entropy():
-    """As of runs without a teacher; the divergence is a metric."""
+    """Validation is as without a teacher, and the divergence is a metric."""
     at, *_ = passed()
     with torch.no_grad():
         found = objective(ce_weight=0.5, temperature=2.0).loss(at)
@@ -241,7 +241,7 @@ def test_validation_is_the_cross_entropy():
 
 
 def test_bf16_logits_are_computed_in_f32():
-    """The sum is that of the rounded logits; the gradient comes back in their format."""
+    """The sum is that of the rounded logits; the gradient has their dtype."""
     student, teacher, targets = (
         one.bfloat16() if one.is_floating_point() else one for one in drawn()
     )
@@ -253,7 +253,7 @@ def test_bf16_logits_are_computed_in_f32():
 
 
 def test_hidden_states_differ_by_torchs_mean_squared_error():
-    """Of each layer, summed; the weighted sum is added in training alone."""
+    """The sum over layers is added with its weight, in training only."""
     at, *_ = passed()
     generator = torch.Generator().manual_seed(8)
     ours, theirs = (torch.randn(2, 40, 16, generator=generator) for _ in range(2))
@@ -280,7 +280,7 @@ def test_hidden_states_differ_by_torchs_mean_squared_error():
 
 @pytest.fixture(scope="module")
 def teacher_directory(tmp_path_factory):
-    """A wider and deeper model with the tokenizer of the tiny one."""
+    """Save a wider and deeper model with the tiny model's tokenizer."""
     return model_directory(tmp_path_factory.mktemp("teacher"), hidden_size=128, init_seed=7)
 
 
@@ -288,7 +288,7 @@ def teacher_directory(tmp_path_factory):
 def test_loss_and_gradient_are_those_of_two_plain_models(
     packing, tiny_config, tiny_base, teacher_directory, monkeypatch
 ):
-    """Each document alone through transformers' own models, then TRL's loss."""
+    """The oracle passes single documents through transformers' models and TRL's loss."""
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     from transformers import AutoModelForCausalLM
     from trl.experimental.gkd import GKDTrainer
@@ -332,7 +332,7 @@ def test_loss_and_gradient_are_those_of_two_plain_models(
 def test_hidden_states_are_compared_as_transformers_own(
     packing, depth, layers, counterparts, checkpointing, tiny_config, tiny_base, tmp_path
 ):
-    """Loss and gradient of all layers or some, of a deeper teacher too, whole and in parts.
+    """Loss and gradient agree for all or some layers, with a deeper teacher, in chunks or whole.
 
     The oracle passes each document alone through plain models with `output_hidden_states`.
     """
@@ -374,11 +374,11 @@ def test_hidden_states_are_compared_as_transformers_own(
 
 
 def test_code_that_keeps_its_hidden_states_is_refused(tiny_base):
-    """By name, instead of a comparison of other layers than were named."""
+    """The error names the model; other layers than the named ones would be compared."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_base.directory, dtype=torch.float32)
-    model.config.num_hidden_layers = 3  # of which the code returns two
+    model.config.num_hidden_layers = 3  # the code returns two
     batch = SimpleNamespace(
         documents=None,
         input_ids_BT=torch.arange(5, 20)[None],
@@ -391,7 +391,7 @@ def test_code_that_keeps_its_hidden_states_is_refused(tiny_base):
 
 
 def beside(tiny_config, tiny_base, teacher_directory, *more):
-    """A student in f32 whose adapter is not zero, in a module with its teacher."""
+    """Return a float32 student with a non-zero adapter in a module with its teacher."""
     words = ("backend=lora", "quant=none", "quant.compute_dtype=f32", "lora.dropout=0")
     named = f"objective.teacher={teacher_directory}"
     config = tiny_config("objective=distillation", *words, named, "objective.beta=0.3", *more)
@@ -403,7 +403,7 @@ def beside(tiny_config, tiny_base, teacher_directory, *more):
 
 
 def batches_of(config, tiny_base, parts, *, packing):
-    """Four documents, and a micro-batch of each part of them."""
+    """Return four documents, and a micro-batch of each part of them."""
     pairs = [
         TrainingPair(prompt=f"row {i}", response="x" * (3 + 5 * i), group=f"g{i}") for i in range(4)
     ]
@@ -418,7 +418,7 @@ def batches_of(config, tiny_base, parts, *, packing):
 
 
 def merged_student(tiny_base, backend):
-    """Transformers' own model with the adapter in its weights."""
+    """Return transformers' model with the adapter merged."""
     from transformers import AutoModelForCausalLM
 
     student = AutoModelForCausalLM.from_pretrained(tiny_base.directory, dtype=torch.float32)
@@ -435,7 +435,7 @@ def _by_b(backend):
 
 
 def gradients_of_b(backend, student):
-    """Ours, and those of the merged model: dW of W + s·B A gives B's, s · dW Aᵀ."""
+    """Return our gradients of B, and those of the merged model: s · dW Aᵀ."""
     for mine, (name, layer) in zip(_by_b(backend), backend.layers.items(), strict=True):
         weight = student.get_submodule(_path(backend, name)).weight
         by_weight = torch.zeros_like(weight) if weight.grad is None else weight.grad
@@ -448,7 +448,7 @@ def _path(backend, name):
 
 
 def test_the_usual_teacher_is_the_base_before_quantization(tiny_config, tiny_base):
-    """Its logits are transformers'; the student's base of NF4 has others."""
+    """Its logits equal transformers'; the student's NF4 base has others."""
     from transformers import AutoModelForCausalLM
 
     config = tiny_config("objective=distillation", "quant.compute_dtype=f32")

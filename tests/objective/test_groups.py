@@ -1,4 +1,4 @@
-"""GRPO by hand: advantages of rewards, the clipped ratio, and the KL from the base."""
+"""GRPO by hand: advantages, the clipped ratio, and the KL from the base."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from mens_exp.rows.schema import TrainingPair
 from mens_exp.tokenizer.implementations import VoxTokenizer
 
 SETTINGS = {"epsilon_low": 0.2, "epsilon_high": 0.5, "scale_rewards": "group", "chunk_tokens": 2}
-# Three answers, of two tokens and of one each: probabilities of their tokens under the model, under
-# the adapter that training starts from, and under the base; advantages.
+# Three answers, of two tokens and of one each: token probabilities under the model, the
+# initial adapter and the base; advantages.
 NOW = [[0.5, 0.4], [0.2], [0.6]]
 OLD = [[0.4, 0.2], [0.5], [0.6]]
 BASE = [[0.5, 0.2], [0.4], [0.3]]
@@ -36,7 +36,7 @@ def flat(values):
 
 
 def passed():
-    """Pass a batch whose targets have given probabilities; their documents end with them."""
+    """Pass a batch whose targets have the given probabilities; documents end with them."""
     lengths = [len(one) for one in NOW]
     batch = SimpleNamespace(
         targets_M=torch.zeros(4, dtype=torch.long),
@@ -53,7 +53,7 @@ def passed():
 
 
 def test_loss_and_metrics_are_those_of_the_definition():
-    """Ratios 1.25, 2 (clipped to 1.5), 0.4 (clipped to 0.8, whose product is smaller) and 1."""
+    """By hand: ratios 1.25, 2 (clipped to 1.5), 0.4 (clipped to 0.8, the smaller product) and 1."""
     found = GroupRelative(beta=0.1, **SETTINGS).loss(passed())
     k3 = [
         1.25 * (0.5 / 0.5 - math.log(0.5 / 0.5) - 1),
@@ -81,7 +81,7 @@ def test_a_clipped_token_has_no_gradient():
 
 
 def test_before_training_the_gradient_is_that_of_the_likelihood():
-    """The checks before the first step have no log-probabilities yet: ratio and advantage are 1."""
+    """Before the first step there are no old log-probabilities: ratio and advantage are 1."""
     one = replace(passed(), sampled=None)
     found = GroupRelative(beta=0.0, **SETTINGS).loss(one)
     found.total.backward()
@@ -102,14 +102,14 @@ def test_before_training_the_gradient_is_that_of_the_likelihood():
     ],
 )
 def test_the_unit_of_a_loss_is_that_of_its_mean(loss_type, unit, is_sum):
-    """And a mean of each micro-batch is no sum over documents, which probes would compare."""
+    """A mean per micro-batch is no sum over documents, so probes skip it."""
     spec = OBJECTIVES.named("grpo")
     assert spec.loss_unit({"objective.loss_type": loss_type}) == unit
     assert spec.is_sum(GrpoObjective(_target_="", loss_type=GroupLoss(loss_type))) is is_sum
 
 
 def rows(*groups):
-    """Rows of answers with these rewards, a group for each."""
+    """Return rows with these rewards, one group each."""
     return [
         TrainingPair(prompt=f"p{n}", response="a" * (1 + k), fields=(("reward", reward),))
         for n, rewards in enumerate(groups)
@@ -122,7 +122,7 @@ def encoded(pairs):
 
 
 def test_advantages_are_rewards_against_the_group():
-    """By hand; rows of a group need not follow each other, and 0.1 three times is no spread."""
+    """By hand: rows of a group may be scattered, and three rewards of 0.1 have no spread."""
     pairs = rows((1, 0, 0, 1), (0.1, 0.1, 0.1), (3.0, 1.0))
     order = [8, 0, 4, 1, 5, 2, 6, 3, 7]
     found = groups_of(encoded([pairs[i] for i in order]), RewardScale.group)
@@ -134,14 +134,14 @@ def test_advantages_are_rewards_against_the_group():
 
 
 def test_another_system_prompt_is_another_group():
-    """Which leaves each answer alone."""
+    """Each answer is then alone in its group."""
     pairs = [replace(one, system=f"s{n}") for n, one in enumerate(rows((1, 0)))]
     with pytest.raises(DataError, match="a prompt has a single answer"):
         groups_of(encoded(pairs), RewardScale.group)
 
 
 def test_rows_that_a_template_may_make_alike_are_left_to_it():
-    """Texts that differ in white space may be one prompt; other users' texts are another one."""
+    """Prompts that differ in white space may be one group; another history makes another."""
     one, other = rows((1, 0))
     refuse_single_answers([one, replace(other, prompt="p0 \n"), *rows((), (0, 0, 1))])
     refuse_single_answers([])
@@ -160,13 +160,13 @@ def test_rows_that_a_template_may_make_alike_are_left_to_it():
     ],
 )
 def test_rows_without_a_reward_are_refused(pair, said):
-    """With what to give instead."""
+    """The error suggests another objective."""
     with pytest.raises(DataError, match=said):
         encoded([pair])
 
 
 def test_rewards_are_not_ignored():
-    """By an objective that would imitate every answer."""
+    """objective=assistant would imitate every answer."""
     labelling = Labelling(objective="assistant", seq_len=200)
     with pytest.raises(DataError, match="the row has the reward of its answer") as caught:
         encode(rows((1, 0)), VoxTokenizer(), labelling)
@@ -174,14 +174,14 @@ def test_rewards_are_not_ignored():
 
 
 def test_a_reward_in_a_table_is_text():
-    """As CSV has every value."""
+    """CSV values are strings."""
     pair = TrainingPair(prompt="p", response="a", fields=(("reward", "0.25"),))
     assert set(encoded([pair]).extra["reward"].tolist()) == {0.25}
 
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_each_target_has_the_values_of_its_token(packed):
-    """In any order of documents, one twice in a row too, as at the end of an epoch."""
+    """This holds in any order, also with a document twice in a row at an epoch's end."""
     documents = encoded(rows((1, 0, 0), (0, 1)))
     supervised = np.flatnonzero(documents.supervised)
     bounds = list(pairwise(documents.offsets))

@@ -1,4 +1,4 @@
-"""Losses of preferences by hand, and what they are computed of."""
+"""Preference losses worked out by hand, and the values they are computed from."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from mens_exp.rows.encode import encode
 from mens_exp.rows.schema import TrainingPair
 from mens_exp.tokenizer.implementations import VoxTokenizer
 
-# Two pairs: answers of two tokens and one, of one and one. Probabilities of each target.
+# Two pairs: answers of two tokens and one, then of one and one. Probabilities of each target.
 OURS = [[0.5, 0.4], [0.2], [0.3], [0.6]]
 BASE = [[0.4, 0.4], [0.4], [0.3], [0.3]]
 LENGTHS = [len(one) for one in OURS]
-D = [math.log(0.5 / 0.4) - math.log(0.2 / 0.4), 0 - math.log(0.6 / 0.3)]  # summed, of the pairs
+D = [math.log(0.5 / 0.4) - math.log(0.2 / 0.4), 0 - math.log(0.6 / 0.3)]  # sums over the pairs
 MEAN = [math.log(0.5 / 0.4) / 2 - math.log(0.2 / 0.4), D[1]]
 NLL = [-(math.log(0.5) + math.log(0.4)) / 2, -math.log(0.3)]
 
@@ -38,7 +38,7 @@ def log_sigmoid(x):
 
 
 def passed(ours=OURS, base=BASE, **extra):
-    """Pass a batch whose targets have given probabilities; the documents are numbered 4 to 7."""
+    """Pass a batch whose targets have the given probabilities; documents are numbered 4 to 7."""
 
     def side(found, reference=None):
         probabilities = [p for one in found for p in one]
@@ -79,7 +79,7 @@ BY_HAND = {
 
 @pytest.mark.parametrize("name", BY_HAND)
 def test_losses_of_pairs_by_hand(name):
-    """Summed over two pairs, counted as two; every answer of the first has a gradient."""
+    """Losses are summed over two pairs; every answer of the first has a gradient."""
     settings, expected = BY_HAND[name]
     one = passed()
     found = Preference(**SETTINGS, **settings).loss(one)
@@ -94,7 +94,7 @@ def test_losses_of_pairs_by_hand(name):
 
 
 def test_simpo_has_a_target_and_no_reference():
-    """Eq. 6 of its paper."""
+    """By hand: equation 6 of the SimPO paper."""
     means = [[math.log(0.5 * 0.4) / 2, math.log(0.2)], [math.log(0.3), math.log(0.6)]]
     expected = [-log_sigmoid(2 * (chosen - rejected) - 0.7) for chosen, rejected in means]
     found = SimPO(beta=2.0, target=0.7, chunk_tokens=8).loss(passed(base=None))
@@ -102,8 +102,8 @@ def test_simpo_has_a_target_and_no_reference():
 
 
 def test_orpo_by_hand():
-    """The prompt is imitated, and takes no part in the odds."""
-    ours = [[0.9, 0.4], [0.2], [0.3], [0.6]]  # the first token of the first is of its prompt
+    """The prompt counts for the likelihood but not for the odds."""
+    ours = [[0.9, 0.4], [0.2], [0.3], [0.6]]  # the first token belongs to the prompt
     found = OddsRatio(beta=0.5, chunk_tokens=8).loss(
         passed(ours, base=None, answer=torch.tensor([0.0, 1, 1, 1, 1]))
     )
@@ -119,14 +119,14 @@ def test_orpo_by_hand():
 
 @pytest.mark.parametrize("logp", [-40.0, -3.0, -0.7, -0.6, -1e-4])
 def test_the_rest_of_a_probability_keeps_its_digits(logp):
-    """On either side of one half, against f64."""
+    """log(1 - p) agrees with float64 on both sides of one half."""
     found = log_of_rest(torch.tensor([logp], requires_grad=True))
     assert found.item() == pytest.approx(math.log1p(-math.exp(logp)), rel=1e-4, abs=1e-12)
     found.backward()
 
 
 def test_a_certain_answer_has_finite_odds():
-    """Its log-likelihood is 0 in f32."""
+    """In float32 its log-likelihood is 0."""
     logp = torch.zeros(1, requires_grad=True)
     found = log_of_rest(logp)
     found.sum().backward()
@@ -136,7 +136,7 @@ def test_a_certain_answer_has_finite_odds():
 
 @pytest.mark.parametrize("swapped", [False, True])
 def test_kto_by_hand(swapped):
-    """A wanted answer and another, each beside one of another row, from which the KL is taken."""
+    """By hand: one wanted and one unwanted answer, with mismatched answers for the KL."""
     ours, base = (BASE, OURS) if swapped else (OURS, BASE)
     gains = [math.log(math.prod(o) / math.prod(b)) for o, b in zip(ours, base, strict=True)]
     kl = max(0, (gains[1] + gains[3]) / 2)
@@ -153,11 +153,11 @@ def test_kto_by_hand(swapped):
     assert found.metrics["chosen_reward"].item() == pytest.approx(0.5 * gains[0], abs=1e-6)
     assert [found.counts[f"{one}_reward"].item() for one in ("chosen", "rejected")] == [1, 1]
     found.total.backward()
-    assert not one.hidden_MD.grad[2].any()  # of another row
+    assert not one.hidden_MD.grad[2].any()  # a mismatched answer
 
 
 def test_a_pair_twice_in_a_batch_is_two_pairs():
-    """A micro-batch that reaches into the next epoch may have the same documents again."""
+    """A micro-batch across epochs may contain the same documents again."""
     batch = SimpleNamespace(document_M=torch.tensor([6, 6, 7, 6, 7, 7]))
     assert segments(batch).tolist() == [0, 0, 1, 2, 3, 3]
 
@@ -166,7 +166,7 @@ PAIR = TrainingPair(prompt="p", response="good", fields=(("rejected", "bad"),))
 
 
 def test_orpo_imitates_the_prompt_of_the_chosen_answer():
-    """Of the rejected one it is read alone."""
+    """The prompt of the rejected answer is context only."""
     documents = encode([PAIR], VoxTokenizer(), Labelling(objective="orpo", seq_len=200))
     chosen, rejected = (
         documents.supervised[a:b]
@@ -178,7 +178,7 @@ def test_orpo_imitates_the_prompt_of_the_chosen_answer():
 
 
 def test_a_pair_without_room_for_an_answer_is_left_out():
-    """Its prompt alone would be imitated, and have no odds."""
+    """Only its prompt would be imitated, and the odds would be undefined."""
     long = replace(PAIR, prompt="p" * 90)
     documents = encode([PAIR, long], VoxTokenizer(), Labelling(objective="orpo", seq_len=180))
     assert (len(documents), documents.dropped) == (2, 2)
@@ -197,7 +197,7 @@ def spelled(documents):
 
 
 def test_an_answer_stands_beside_that_of_a_row_with_another_prompt():
-    """Two answers to one prompt would tell nothing of a mismatch; the first follows the last."""
+    """Another answer to the same prompt is not mismatched; the last row takes the first's."""
     rows = [wanted("p", "a"), wanted("p", "b", 0), wanted("q", "c"), wanted("q", "d")]
     documents = encode(rows, VoxTokenizer(), Labelling(objective="kto", seq_len=200))
     assert spelled(documents) == [*"ad", *"bd", *"cb", *"db"]
@@ -206,12 +206,12 @@ def test_an_answer_stands_beside_that_of_a_row_with_another_prompt():
 
 
 def test_a_row_that_is_alone_has_its_own_answer_twice():
-    """There is no other."""
+    """There is no other row."""
     documents = encode([wanted("p", "a")], VoxTokenizer(), Labelling(objective="kto", seq_len=200))
     assert spelled(documents) == ["a", "a"]
 
 
 def test_a_row_of_another_objective_is_not_given_another_s_answer():
-    """It is refused first."""
+    """The row is refused first."""
     with pytest.raises(DataError, match="ignore the other one"):
         encode([PAIR], VoxTokenizer(), Labelling(objective="kto", seq_len=200))

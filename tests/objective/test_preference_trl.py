@@ -1,4 +1,4 @@
-"""Losses, rewards and gradients of preference objectives compared with TRL's own trainers.
+"""Losses, rewards and gradients of preference objectives, compared with TRL's trainers.
 
 TRL renders, tokenizes and collates the rows with code of its own, and computes its loss with its
 own trainer class on the same model and adapter, in f32.
@@ -31,7 +31,7 @@ from mens_exp.training.module import TrainingModule
 from mens_exp.training.policy_pass import known_answers
 
 CLOSE = 1e-5
-# No newline after the last answer, which TRL would learn too.
+# Without a newline after the last answer, which TRL would supervise too.
 TEMPLATE = (
     "{% for message in messages %}{% if not loop.first %}{{ '\n' }}{% endif %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' }}{% endfor %}"
@@ -74,15 +74,15 @@ LENGTH = {"max_length": 1024}
 
 @dataclass(frozen=True)
 class Case:
-    """Our settings, TRL's for the same loss, and the pairs of a micro-batch of TRL's."""
+    """Our settings, TRL's settings for the same loss, and the pairs per micro-batch of TRL."""
 
     ours: tuple[str, ...]
     theirs: dict[str, object] = field(default_factory=dict)
     at_once: int = len(ROWS)
     packing: bool = True
-    scale: float = 1.0  # of the adapter's B
-    moved: float | None = None  # factor of B after answers were sampled, if they are
-    split: int = 1  # micro-batches of a step of ours, and of TRL's if its loss depends on them
+    scale: float = 1.0  # for the adapter's B
+    moved: float | None = None  # factor of B after sampling, if any
+    split: int = 1  # micro-batches per step, ours and TRL's, if its loss depends on them
 
 
 DPO = {
@@ -95,14 +95,14 @@ DPO = {
         ("objective.loss=robust", "objective.label_smoothing=0.2"),
         {"loss_type": ["robust"], "label_smoothing": 0.2},
     ),
-    # AOT of one pair, whose sorting changes nothing, is the conservative DPO loss.
+    # With one pair, AOT's sorting has no effect, so it is the conservative DPO loss.
     "label smoothing": Case(
         ("objective.label_smoothing=0.2",), {"loss_type": ["aot"], "label_smoothing": 0.2}, 1
     ),
     "length normalised": Case(
         ("objective.length_normalised=true",), {"loss_type": ["sigmoid_norm"]}
     ),
-    # TRL takes the mean over the tokens of a micro-batch, we take that of each pair.
+    # TRL averages over the tokens of a micro-batch, we over those of each pair.
     "NLL term": Case(
         ("objective.nll_weight=0.7",),
         {"loss_type": ["sigmoid", "sft"], "loss_weights": [1, 0.7]},
@@ -130,7 +130,7 @@ def settings(tmp_path_factory):
 
 @dataclass(frozen=True)
 class Computed:
-    """Ids of the answers, loss, what is reported, and gradient."""
+    """Token ids of the answers, loss, metrics and gradient."""
 
     ids: list[list[int]]
     loss: float
@@ -212,7 +212,7 @@ PROJECTIONS = {
 
 
 def peft_name(name):
-    """Return PEFT's name of a parameter of ours, such as `l0.q.lora_a`."""
+    """Return PEFT's name of one of our parameters, such as `l0.q.lora_a`."""
     layer, projection, side = name.split(".")
     number, letter = layer.removeprefix("l"), side[-1].upper()
     module = f"base_model.model.model.layers.{number}.{PROJECTIONS[projection]}"
@@ -221,7 +221,7 @@ def peft_name(name):
 
 @pytest.fixture
 def trainer_of(tiny_base, tmp_path):
-    """Build a trainer of TRL's on the base, with the weights of an adapter of ours."""
+    """Build a TRL trainer on the base with the weights of our adapter."""
 
     def built(trainer, config, backend, rows, reward_funcs=None, **settings):
         from datasets import Dataset
@@ -231,7 +231,7 @@ def trainer_of(tiny_base, tmp_path):
         tokenizer = AutoTokenizer.from_pretrained(tiny_base.directory)
         tokenizer.chat_template = TEMPLATE
         with torch.random.fork_rng(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of TRL and transformers among themselves
+            warnings.simplefilter("ignore")  # between TRL and transformers
             made = trainer(
                 model=AutoModelForCausalLM.from_pretrained(
                     tiny_base.directory, dtype=torch.float32
@@ -279,7 +279,7 @@ def parts(rows, at_once):
 
 
 def same(found, expected):
-    """Hold two computations against each other."""
+    """Assert that two results are equal."""
     assert found.ids == expected.ids
     assert found.loss == pytest.approx(expected.loss, rel=CLOSE, abs=CLOSE)
     for name, value in expected.metrics.items():
@@ -290,7 +290,7 @@ def same(found, expected):
 
 
 def rewards_in(logged):
-    """Name what a trainer of TRL logs as we do."""
+    """Return our names of the metrics that a TRL trainer logs."""
     return {
         "chosen_reward": logged["rewards/chosen"],
         "rejected_reward": logged["rewards/rejected"],
@@ -327,13 +327,13 @@ def by_dpo(trainer_of, backend, case):
 
 @pytest.mark.parametrize("name", DPO)
 def test_dpo_is_that_of_trl(name, ours, trainer_of):
-    """Loss, rewards, margins, accuracies and the gradient of every adapter to 1e-5."""
+    """Loss, rewards, margins, accuracies and every adapter's gradient agree to 1e-5."""
     backend, found = ours("dpo", DPO[name])
     same(found, by_dpo(trainer_of, backend, DPO[name]))
 
 
 def test_another_beta_is_not_trl_s(ours, trainer_of):
-    """The comparison can fail."""
+    """Control: the comparison can fail."""
     backend, found = ours("dpo", Case(("objective.beta=0.11",)))
     with pytest.raises(AssertionError):
         same(found, by_dpo(trainer_of, backend, Case(())))
@@ -375,7 +375,7 @@ CPO = {
 
 
 def tokenized(rows, tokenizer):
-    """Return the rows as TRL's trainers of pairs collate them, tokenized by transformers."""
+    """Return the rows as TRL's pair trainers collate them, tokenized by transformers."""
     found = []
     for row in rows:
         asked = tokenizer.apply_chat_template(
@@ -410,7 +410,7 @@ def padded(samples):
 def by_reference_free(objective, trainer_of, backend, case):
     """Compute a case with TRL's CPOTrainer or ORPOTrainer."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that they are experimental
+        warnings.simplefilter("ignore")  # that these are experimental
         from trl.experimental.cpo import CPOConfig, CPOTrainer
         from trl.experimental.orpo import ORPOConfig, ORPOTrainer
     classes = (ORPOTrainer, ORPOConfig) if objective == "orpo" else (CPOTrainer, CPOConfig)
@@ -436,7 +436,7 @@ def by_reference_free(objective, trainer_of, backend, case):
 
 @pytest.mark.parametrize("name", CPO)
 def test_objectives_without_reference_are_those_of_trl(name, ours, trainer_of):
-    """CPO, SimPO and ORPO: loss, rewards, margins, accuracies and gradient to 1e-5."""
+    """For CPO, SimPO and ORPO loss, rewards, margins, accuracies and gradient agree to 1e-5."""
     objective = name.partition(" ")[0]
     backend, found = ours(objective, CPO[name])
     same(found, by_reference_free(objective, trainer_of, backend, CPO[name]))
@@ -485,7 +485,7 @@ def by_kto(trainer_of, backend, case, rows):
 
 @pytest.mark.parametrize("name", KTO)
 def test_kto_is_that_of_trl(name, ours, trainer_of):
-    """Loss, rewards, the KL of mismatched answers, and the gradient to 1e-5."""
+    """Loss, rewards, the KL of mismatched answers and the gradient agree to 1e-5."""
     backend, found = ours("kto", KTO[name], LABELLED)
     expected = by_kto(trainer_of, backend, KTO[name], LABELLED)
     assert (expected.metrics["kl"] > 1e-3) is (KTO[name].scale < 0)
@@ -542,7 +542,7 @@ GRPO = {
 
 
 def by_grpo(trainer_of, backend, case):
-    """Compute a case with TRL's GRPOTrainer: it has rewards and answers, and does all else."""
+    """Compute a case with TRL's GRPOTrainer, given only rewards and answers."""
     from trl import GRPOConfig, GRPOTrainer
     from trl.trainer.utils import split_tensor_dict
 
@@ -557,7 +557,7 @@ def by_grpo(trainer_of, backend, case):
         per_device_train_batch_size=len(SAMPLED) // at_once,
         gradient_accumulation_steps=at_once,
         num_generations=3,
-        num_iterations=2,  # with one, no old log-probability is kept
+        num_iterations=2,  # with one, no old log-probability is stored
         **{"loss_type": "grpo", **case.theirs},
     )
     tokenizer, ids = trainer.processing_class, []
@@ -580,9 +580,9 @@ def by_grpo(trainer_of, backend, case):
         total += float(loss.detach())
     logged = {name: values[-1] for name, values in trainer._metrics["train"].items()}
     metrics = {"reward": logged["reward"]}
-    if case.theirs.get("scale_rewards") != "batch":  # where TRL asks whether all are equal
+    if case.theirs.get("scale_rewards") != "batch":  # TRL checks whether all are equal
         metrics["equal_frac"] = logged["frac_reward_zero_std"]
-    if at_once == 1:  # TRL logs means of each micro-batch
+    if at_once == 1:  # TRL logs means per micro-batch
         metrics["clip_frac"] = logged["clip_ratio/region_mean"]
         metrics |= {"base_kl": logged["kl"]} if "kl" in logged else {}
     return Computed(
@@ -595,7 +595,7 @@ def by_grpo(trainer_of, backend, case):
 
 @pytest.mark.parametrize("name", GRPO)
 def test_grpo_is_that_of_trl(name, ours, trainer_of):
-    """TRL's advantages, log-probabilities, loss, metrics and gradient, after the adapter moved."""
+    """Advantages, log-probabilities, loss, metrics and gradient agree after the adapter moved."""
     backend, found = ours("grpo", GRPO[name], rows_of_rewards())
     expected = by_grpo(trainer_of, backend, GRPO[name])
     assert (found.metrics["clip_frac"] > 0) is ("clipped" in name)
@@ -603,7 +603,7 @@ def test_grpo_is_that_of_trl(name, ours, trainer_of):
 
 
 def test_the_mean_of_bnpo_alone_is_that_of_micro_batches(ours):
-    """Of the others, a step in parts has the gradient of the whole; all four differ."""
+    """For other loss types, a step in parts has the gradient of the whole; all four differ."""
     means = {}
     for loss_type in ("grpo", "dr_grpo", "bnpo", "dapo"):
         words = (f"objective.loss_type={loss_type}",)

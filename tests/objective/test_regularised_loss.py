@@ -1,4 +1,4 @@
-"""Label smoothing, z-loss and DFT, compared with torch's loss on all logits and by hand."""
+"""Label smoothing, z-loss and DFT, compared with torch on all logits and by hand."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from mens_exp.objective.causal import CrossEntropy, summed_cross_entropy
 from mens_exp.training.build import objective_of
 
 CLOSE = 1e-5
-BOTH = (0.1, 0.02)  # far more z-loss than anyone takes, so that it weighs
+BOTH = (0.1, 0.02)  # an exaggerated z-loss, so that it matters
 VALUES = pytest.mark.parametrize(
     ("smoothing", "z_loss"), [(0.1, 0.0), (0.0, 0.02), BOTH, (0.9, 1e-4)]
 )
 
 
 def by_torch(logits_CV, targets_C, smoothing, z_loss):
-    """Return torch's smoothed loss, plus the squared logarithms of the normalisers."""
+    """Return torch's smoothed loss plus the squared log-normalizers."""
     smoothed = functional.cross_entropy(
         logits_CV, targets_C, label_smoothing=smoothing, reduction="sum"
     )
@@ -41,7 +41,7 @@ def close(found, expected, tolerance=CLOSE):
 @VALUES
 @pytest.mark.parametrize("rows_at_once", [1, 3, 100])
 def test_loss_and_gradient_are_those_of_torch(monkeypatch, smoothing, z_loss, rows_at_once):
-    """Seven rows in pieces of any size, to 1e-5 in f32."""
+    """Seven rows in chunks of any size agree to 1e-5 in float32."""
     monkeypatch.setattr(causal, "_CPU_ELEMENTS", rows_at_once * 50)
     logits, targets = drawn(7, 50)
     ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
@@ -54,7 +54,7 @@ def test_loss_and_gradient_are_those_of_torch(monkeypatch, smoothing, z_loss, ro
 
 
 def test_one_token_by_hand():
-    """Logits (0, ln 3): log Z = ln 4; a quarter of the target's probability goes to the other."""
+    """By hand: for logits (0, ln 3), log Z = ln 4; smoothing moves a quarter to the other id."""
     logits = torch.tensor([[0.0, math.log(3)]], requires_grad=True)
     loss = summed_cross_entropy(logits, torch.tensor([0]), label_smoothing=0.5, z_loss=0.1)
     loss.backward()
@@ -67,7 +67,7 @@ def test_one_token_by_hand():
 
 
 def test_bf16_logits_get_a_bf16_gradient():
-    """The loss is computed in f32; the gradient is that of torch, to bf16's rounding."""
+    """The loss is computed in float32; the gradient equals torch's up to bf16 rounding."""
     logits, targets = drawn(7, 50, torch.bfloat16)
     ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
     summed_cross_entropy(ours, targets, label_smoothing=0.1, z_loss=0.02).backward()
@@ -78,7 +78,7 @@ def test_bf16_logits_get_a_bf16_gradient():
 
 @VALUES
 def test_weights_multiply_each_token_s_loss_and_gradient(smoothing, z_loss):
-    """As torch's loss of each token, times its weight; a weight of 0 has no gradient."""
+    """The oracle is torch's loss per token times its weight; a weight of 0 has no gradient."""
     logits, targets = drawn(7, 50)
     weights = torch.tensor([0.5, 2, 1, 0, 0.25, 3, 1])
     ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
@@ -97,7 +97,7 @@ def test_weights_multiply_each_token_s_loss_and_gradient(smoothing, z_loss):
 
 @pytest.mark.parametrize("weighed", [False, True])
 def test_dft_multiplies_each_loss_by_a_probability_without_a_gradient(weighed):
-    """As the paper's formula on all logits; a token of probability 0 teaches nothing."""
+    """The oracle is the paper's formula on all logits; a probability of 0 gives no gradient."""
     logits, targets = drawn(7, 50)
     logits[2, targets[2]] = -200
     weights = torch.tensor([0.5, 2, 1, 0, 0.25, 3, 1]) if weighed else None
@@ -114,7 +114,7 @@ def test_dft_multiplies_each_loss_by_a_probability_without_a_gradient(weighed):
 
 
 def test_a_validation_takes_the_plain_cross_entropy():
-    """Without gradients neither changes anything, so that losses of runs compare."""
+    """Without gradients neither changes the loss, so validation losses are comparable."""
     logits, targets = drawn(7, 50)
     with torch.no_grad():
         plain = CrossEntropy("causal", 3)(logits, targets, lambda it: it)
@@ -127,7 +127,7 @@ def test_a_validation_takes_the_plain_cross_entropy():
 
 
 def gradient_of(loss, parameters):
-    """Return one flat gradient."""
+    """Return the gradient as one vector."""
     loss.backward()
     found = torch.cat([one.grad.flatten() for one in parameters if one.grad is not None])
     for one in parameters:
@@ -151,7 +151,7 @@ def agrees(backend, batch):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
 def test_a_model_s_gradient_is_that_of_torch_on_its_logits(name, family_backend, packed_documents):
-    """A separate head, a tied one below Conv1D layers, and one whose logits are capped."""
+    """Cases: a separate head, a tied head with Conv1D layers, and capped logits."""
     agrees(family_backend(name).train(), packed_documents)
 
 
@@ -165,13 +165,13 @@ def test_a_model_s_gradient_is_that_of_torch_on_its_logits(name, family_backend,
     ids=["adapted head", "adapted head alone", "every weight"],
 )
 def test_a_head_that_learns_gets_the_gradient_of_torch(overrides, tiny_backend, packed_documents):
-    """The gradients of all chunks add up in its parameters."""
+    """The gradients of all chunks accumulate in its parameters."""
     backend = tiny_backend("quant.compute_dtype=f32", "lora.dropout=0", *overrides)
     agrees(backend.train(), packed_documents)
 
 
 def test_the_settings_reach_the_loss(tiny_config):
-    """A configuration makes the objective of its values."""
+    """The objective is built with the configured values."""
     config = tiny_config("objective.label_smoothing=0.1", "objective.z_loss=1e-4")
     made = objective_of(config)
     assert (made.label_smoothing, made.z_loss) == (0.1, 1e-4)
@@ -191,5 +191,5 @@ def test_the_settings_reach_the_loss(tiny_config):
     ],
 )
 def test_a_value_without_a_meaning_is_refused(tiny_config, override, said):
-    """By the name of the setting."""
+    """The error names the setting."""
     assert any(said in str(one) for one in problems_of(tiny_config(*override.split())))

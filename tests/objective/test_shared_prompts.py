@@ -1,4 +1,4 @@
-"""Pairs whose prompt is computed once, compared with the same documents side by side."""
+"""Pairs whose prompt is computed once, compared with the same documents computed apart."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FAMILIES = ("tiny_llama", "tiny_gpt2", "tiny_qwen2")
 
 @pytest.fixture
 def module_of(tiny_backend, tiny_config):
-    """Build a module with a live adapter."""
+    """Build a module with a non-zero adapter."""
 
     def built(*words):
         backend = tiny_backend(*SETTINGS, *words, live=True)
@@ -42,14 +42,14 @@ def module_of(tiny_backend, tiny_config):
 
 @pytest.fixture
 def documents_for(cache):
-    """Encode the rows for a module, and one more pair without a common prefix."""
+    """Encode the rows for a module, with one more pair that shares no prefix."""
 
     def encoded(module):
         config = module.config
         tokenizer = load_tokenizer(config.tokenizer, resolve(config.model, cache).directory)
         pairs = [parse_row(row, "rows.jsonl:1") for row in ROWS]
         documents = encode(pairs, tokenizer, labelling_of(config))
-        documents.ids[documents.offsets[5]] += 1  # the first token of the last rejected one
+        documents.ids[documents.offsets[5]] += 1  # the first token of the last rejected answer
         return documents
 
     return encoded
@@ -78,7 +78,7 @@ def same(found, expected):
 def test_a_shared_prompt_changes_no_loss_and_no_gradient(
     objective, family, module_of, documents_for
 ):
-    """In f32: a long prompt, a short one, and a pair that shares nothing, in one micro-batch."""
+    """In float32 one micro-batch has a long prompt, a short one and an unshared pair."""
     module = module_of(f"objective={objective}", f"model={family}", "data.seq_len=2048")
     documents = documents_for(module)
     shared = share_prompts(documents)
@@ -93,7 +93,7 @@ def test_a_shared_prompt_changes_no_loss_and_no_gradient(
 
 
 def test_an_answer_at_the_next_position_is_not_the_same(module_of, documents_for):
-    """The comparison can fail."""
+    """Control: with other positions the comparison fails."""
     module = module_of("objective=dpo", "model=tiny_llama", "data.seq_len=2048")
     documents = documents_for(module)
     every = [range(len(documents))]
@@ -107,7 +107,7 @@ def test_an_answer_at_the_next_position_is_not_the_same(module_of, documents_for
 
 
 def test_an_answer_that_sees_its_prompt_in_part_is_not_the_same(module_of, documents_for):
-    """Without the last token of the prompt."""
+    """Control: without the prompt's last token the comparison fails."""
     module = module_of("objective=dpo", "model=tiny_llama", "data.seq_len=2048")
     documents = documents_for(module)
     every = [range(len(documents))]

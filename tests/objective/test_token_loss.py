@@ -22,7 +22,7 @@ def gradient(loss, logits):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("rows_at_once", [1, 3, 7, 100])
 def test_loss_and_gradient_are_those_of_torch(monkeypatch, dtype, tolerance, rows_at_once):
-    """Seven rows in pieces of any size: the sum to 1e-6, the gradient to its format's rounding."""
+    """Seven rows in chunks: the sum agrees to 1e-6, the gradient to its format's rounding."""
     monkeypatch.setattr(causal, "_CPU_ELEMENTS", rows_at_once * 50)
     logits, targets = draws(7, 50, dtype)
     ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
@@ -40,7 +40,7 @@ def test_loss_and_gradient_are_those_of_torch(monkeypatch, dtype, tolerance, row
 
 
 def test_logits_are_left_as_they_were():
-    """The pass works in place on copies alone, f32 included."""
+    """The pass works in place on copies only, also in float32."""
     logits, targets = draws(4, 50, torch.float32)
     before = logits.clone()
     summed_cross_entropy(logits.requires_grad_(), targets).backward()
@@ -48,7 +48,7 @@ def test_logits_are_left_as_they_were():
 
 
 def test_by_hand():
-    """Equal logits over four ids: ln 4 each; the gradient is 1/4, and −3/4 at the target."""
+    """By hand: equal logits over four ids give ln 4, and gradients 1/4 and, at the target, -3/4."""
     logits = torch.zeros(2, 4, requires_grad=True)
     loss = summed_cross_entropy(logits, torch.tensor([0, 3]))
     loss.backward()
@@ -59,12 +59,12 @@ def test_by_hand():
 
 
 def test_a_hopeless_target_has_a_finite_loss():
-    """Its probability underflows; its logarithm does not."""
+    """Its probability underflows, but the logarithm does not."""
     logits = torch.tensor([[0.0, 300.0]])
     assert float(summed_cross_entropy(logits, torch.tensor([0]))) == 300.0
 
 
 def test_no_target_costs_nothing():
-    """Zero rows: zero, and no gradient is made where none is wanted."""
+    """With zero rows the loss is zero, and no gradient is made if none is needed."""
     logits, targets = torch.zeros(0, 4), torch.zeros(0, dtype=torch.long)
     assert float(summed_cross_entropy(logits, targets)) == 0.0

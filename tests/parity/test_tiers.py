@@ -34,7 +34,7 @@ def relative(ours, theirs):
 
 
 def test_a_matmul(draw, tiny_config):
-    """Torch's product, our projection and PEFT's layer, adapters off, against numpy: 1e-5."""
+    """The product of torch, our projection and PEFT's layer without adapter match numpy to 1e-5."""
     from peft.tuners.lora import LoraConfig
     from peft.tuners.lora.layer import Linear
 
@@ -54,7 +54,7 @@ def test_a_matmul(draw, tiny_config):
 
 
 def test_a_biased_linear(draw):
-    """torch, and PEFT's LoRA layer at its start, against numpy: 1e-5."""
+    """The layer of torch and PEFT's LoRA layer at initialization match numpy to 1e-5."""
     from peft.tuners.lora import LoraConfig
     from peft.tuners.lora.layer import Linear
 
@@ -68,7 +68,7 @@ def test_a_biased_linear(draw):
 
 
 def test_a_lora_linear(draw, tiny_config):
-    """Our projection and PEFT's layer over the same matrices, against the formula: 1e-4."""
+    """Our projection and PEFT's layer with the same matrices match the formula to 1e-4."""
     from peft.tuners.lora import LoraConfig
     from peft.tuners.lora.layer import Linear
 
@@ -88,7 +88,7 @@ def test_a_lora_linear(draw, tiny_config):
 
 
 def test_a_cross_entropy(draw):
-    """Our chunked sum, torch's, and ours through PEFT's head, against the formula in f64: 5e-5."""
+    """Our chunked sum, torch's loss and PEFT's head match the formula in float64 to 5e-5."""
     from peft.tuners.lora import LoraConfig
     from peft.tuners.lora.layer import Linear
 
@@ -118,7 +118,7 @@ def test_b_one_round_trip_then_linear(
     kind,
     double_quant,
 ):
-    """The library's layer, the reference, our round trip and the merged path: 1e-5."""
+    """bitsandbytes, the reference, our round trip and the merged path agree to 1e-5."""
     weight, x = draw(OUTPUTS, INPUTS), draw(ROWS, INPUTS)
     levels = {"nf4": NF4_LEVELS, "fp4": FP4_LEVELS}[kind]
     reference = quantize(weight, levels=levels, double_quant=double_quant).dequantize()
@@ -138,7 +138,7 @@ def test_b_one_round_trip_then_linear(
     layer.support_avx512bf16_for_cpu = False
     assert relative(layer(x), expected) <= 1e-5
 
-    # Merged: the delta goes into what the four bits stand for, and the sum is one f32 weight.
+    # Merged: the delta is added to the dequantized weight, which gives one float32 weight.
     a, b = draw(8, INPUTS), draw(OUTPUTS, 8)
     merged = dequantized(layer.weight) + 2.0 * (b @ a)
     whole = x.double().numpy() @ (reference + 2.0 * (b @ a)).double().numpy().T

@@ -1,4 +1,4 @@
-"""Toys of each kind, installed the way pip does, and a command line that finds them.
+"""Toy packages of each kind, installed as pip does, and commands that find them.
 
 A kind has a folder with three files: ``toy_….py`` with a `SPEC`, its option ``<name>.yaml`` and its
 test.
@@ -26,7 +26,7 @@ KINDS = {  # folder -> entry points, group of options
 }
 
 
-# A package with options of its own: a schedule of torch's, and a LightningModule.
+# A package with its own options: a torch schedule and a LightningModule.
 LAB = {
     "__init__.py": "",
     "options/__init__.py": "",
@@ -47,7 +47,7 @@ class Watched(TrainingModule):
 
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory):
-    """Install every toy; returns the directory that Python finds them in, and their options."""
+    """Install every toy; return the directory for Python's path, and their options."""
     site, options = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("options")
     for module in sorted(HERE.glob("*/toy_*.py")):
         kind = module.parent.name
@@ -57,7 +57,7 @@ def installed(tmp_path_factory):
         (options / "conf" / option_group).mkdir(parents=True, exist_ok=True)
         shutil.copy(option, options / "conf" / option_group)
         _install(site, module.stem, f"[{group}]\n{option.stem} = {module.stem}:SPEC\n")
-    for option_group in ("data", "objective", "suite"):  # the others are chosen by a setting
+    for option_group in ("data", "objective", "suite"):  # a setting chooses the others
         option = options / "conf" / option_group / "broken.yaml"
         option.parent.mkdir(parents=True, exist_ok=True)
         option.write_text(f"defaults: [/schema/{option_group}/broken@_here_, _self_]\n")
@@ -72,7 +72,7 @@ def installed(tmp_path_factory):
 
 
 def _install(site, name, entry_points):
-    """Write what pip does about a package."""
+    """Write the metadata that pip writes about a package."""
     about = site / f"{name}-1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
@@ -81,7 +81,7 @@ def _install(site, name, entry_points):
 
 @pytest.fixture
 def typed(installed, tmp_path):
-    """Return a function that types a command where the toys are installed, or are not.
+    """Return a function that runs a command with or without the toys installed.
 
     The schemas read entry points when they are imported, so the commands are forked from a process
     that was started beside the toys.
@@ -105,7 +105,7 @@ def typed(installed, tmp_path):
 
 @pytest.fixture
 def trained(typed, tiny_run, tmp_path):
-    """Return a function that trains for a few steps with the toys at hand."""
+    """Return a function that trains for a few steps with the toys installed."""
 
     def run(*words, name="run", code=0):
         usual = [*tiny_run, f"hydra.run.dir={name}"]

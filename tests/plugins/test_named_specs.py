@@ -1,4 +1,4 @@
-"""Suites, quantizers and adapter methods of the working directory, which ./conf names."""
+"""Suites, quantizers and adapter methods from the working directory, named in ./conf."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OWN = ("quant=steps", "lora=gains", "lora.start=0.9")
 
 @pytest.fixture
 def own(tmp_path):
-    """Write modules and options into a directory; returns a function that types a command there."""
+    """Write modules and options into a directory; return a function that runs commands there."""
     directory = tmp_path / "own"
     for file, text in FILES.items():
         (directory / "conf" / file).parent.mkdir(parents=True)
@@ -51,7 +51,7 @@ def facts(run):
 
 
 def test_a_run_on_named_specs_is_that_on_installed_ones(own, trained, tiny_run, tmp_path):
-    """The same adapter, bit for bit; the manifest has the specs and their modules."""
+    """The adapter is bitwise equal; the manifest has the specs and their modules."""
     usual = {word.partition("=")[0]: word for word in tiny_run}
     own(*usual.values(), *OWN, "hydra.run.dir=run")
     run = RunDir(own.directory / "run")
@@ -67,7 +67,7 @@ def test_a_run_on_named_specs_is_that_on_installed_ones(own, trained, tiny_run, 
     }
     assert facts(run)["contract"]["digest"] == facts(installed)["contract"]["digest"]
 
-    # What reads the run finds its specs by the same files, and says where they are missing.
+    # Tasks that read the run find its specs by the same files, and say if they are missing.
     own("task=evaluate", "path=run", "suite=letters", "trainer=cpu", "hydra.run.dir=scored")
     scored = RunDir(own.directory / "scored")
     assert {event["item_id"] for event in read_item_events(scored.events)} == set("abcde")
@@ -82,7 +82,7 @@ def test_a_run_on_named_specs_is_that_on_installed_ones(own, trained, tiny_run, 
 
 
 def test_a_sweep_of_named_and_built_in_specs_reads_the_frozen_options(own, tiny_run):
-    """Each job is a process, and reads a copy of ./conf."""
+    """Each job is a process that reads a copy of ./conf."""
     usual = {word.partition("=")[0]: word for word in tiny_run}
     own("-m", *usual.values(), "lora=gains", "quant=steps,nf4", "hydra.sweep.dir=sweep")
     manifests = [json.loads(one.read_text()) for one in own.directory.glob("sweep/*/manifest.json")]
@@ -90,7 +90,7 @@ def test_a_sweep_of_named_and_built_in_specs_reads_the_frozen_options(own, tiny_
 
 
 def test_two_processes_train_on_named_specs(own, tiny_run):
-    """Those that the run starts find the specs too."""
+    """Worker processes of the run find the specs too."""
     usual = {word.partition("=")[0]: word for word in tiny_run} | {"trainer": "trainer=ddp"}
     own(*usual.values(), *OWN, "trainer.devices=2", "hydra.run.dir=run")
     manifest = facts(RunDir(own.directory / "run"))
@@ -116,7 +116,7 @@ def test_two_processes_train_on_named_specs(own, tiny_run):
     ],
 )
 def test_a_file_that_names_no_usable_spec_is_refused(own, file, text, said):
-    """Before anything is read, and with the file's own words."""
+    """The error comes before anything is read, and includes the original message."""
     (own.directory / "broken.py").write_text("1 / 0\n", "utf-8")
     (own.directory / "hollow.py").write_text(
         "from mens_exp.artifacts.adapter_tensors import AdapterForm\n"

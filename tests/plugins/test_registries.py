@@ -1,4 +1,4 @@
-"""What an installed package offers is refused in the same way, whatever its kind."""
+"""Errors in what an installed package offers are reported the same way for every kind."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ REGISTRIES = [ADAPTERS, OBJECTIVES, QUANTIZERS, SOURCES, SUITES]
 
 @pytest.fixture(params=REGISTRIES, ids=lambda one: one.kind)
 def offered(request, monkeypatch):
-    """Return a registry to which installed packages offer the given objects."""
+    """Return a registry for which installed packages offer the given objects."""
 
     def offer(**values):
-        registry = dataclasses.replace(request.param)  # which has loaded nothing
+        registry = dataclasses.replace(request.param)  # nothing loaded yet
         found = [
             EntryPoint(name=name, value=value, group=registry.group)
             for name, several in values.items()
@@ -52,7 +52,7 @@ def offered(request, monkeypatch):
 
 
 def test_what_cannot_be_imported_is_named(offered):
-    """The message has the package's own error, and the run that asks for it ends there."""
+    """The message has the package's own error, and the run that needs it ends."""
     registry = offered(thirds=["no_such_module:SPEC"])
     with pytest.raises(SetupError, match=r"(?s)cannot be imported.*no_such_module"):
         registry.known("thirds")
@@ -61,16 +61,16 @@ def test_what_cannot_be_imported_is_named(offered):
 
 @pytest.mark.parametrize("value", ["math:pi", "mens_exp.config.plugins:Registry"])
 def test_what_is_of_another_kind_is_refused(offered, value):
-    """An entry point may point to anything."""
+    """An entry point may refer to anything."""
     registry = offered(thirds=[value])
     with pytest.raises(SetupError, match=f"a {registry.spec.__name__} with the name thirds"):
         registry.known("thirds")
 
 
 def test_a_spec_of_another_name_is_refused(offered):
-    """Records have the name of the spec, and settings that of the entry point."""
+    """Records use the name of the spec, and settings that of the entry point."""
     ours = next(iter(offered.ours.built_in))
-    offered.ours.spec.another = offered.ours.built_in[ours]  # any place that can be imported
+    offered.ours.spec.another = offered.ours.built_in[ours]  # any importable object
     place = f"{offered.ours.spec.__module__}:{offered.ours.spec.__qualname__}.another"
     try:
         with pytest.raises(SetupError, match="with the name thirds"):
@@ -81,7 +81,7 @@ def test_a_spec_of_another_name_is_refused(offered):
 
 @pytest.mark.parametrize("others", [1, 2])
 def test_several_of_one_name_are_refused(offered, others):
-    """Neither one of ours nor another package's is replaced in silence."""
+    """Neither our own nor another package's is replaced silently."""
     name = next(iter(offered.ours.built_in)) if others == 1 else "thirds"
     registry = offered(**{name: ["one:SPEC", "two:SPEC"][:others]})
     what = f"several {registry.kind}s are called {name}"
@@ -90,10 +90,10 @@ def test_several_of_one_name_are_refused(offered, others):
 
 
 def test_a_file_and_a_package_of_one_name_are_refused(offered, tmp_path, monkeypatch):
-    """A file of ./conf replaces nothing in silence either."""
+    """A file of ./conf replaces nothing silently either."""
     registry = offered(thirds=["one:SPEC"])
     if registry.options is None:
-        assert registry.named_in_conf() == {}  # its files name classes
+        assert registry.named_in_conf() == {}  # the option's files name classes
         return
     file = tmp_path / "conf" / registry.options / "thirds.yaml"
     file.parent.mkdir(parents=True)
@@ -104,13 +104,13 @@ def test_a_file_and_a_package_of_one_name_are_refused(offered, tmp_path, monkeyp
 
 
 def test_only_names_that_a_setting_can_have_are_offered(offered):
-    """Others are passed over: no command can ask for them."""
+    """Other names are skipped, since no command can select them."""
     registry = offered(thirds=["one:SPEC"], Third=["one:SPEC"], mro=["one:SPEC"])
     assert registry.installed_names() == ("thirds",)
 
 
 def test_what_nobody_offers_is_unknown(offered):
-    """Records come from elsewhere too, with names that nothing here has."""
+    """Records from elsewhere may have unknown names."""
     assert offered().known("thirds") is None
 
 
@@ -125,7 +125,7 @@ def test_what_nobody_offers_is_unknown(offered):
     ],
 )
 def test_a_command_that_asks_for_a_broken_package_says_which(trained, tmp_path, word, kind):
-    """The installation is at fault, not the request; commands that ask for nothing of it go on."""
+    """The environment is at fault; commands that do not need the package still work."""
     done = trained(word, code=3)
     assert f"an installed {kind} cannot be imported" in done.stderr
     assert "no_such_module" in done.stderr
@@ -147,7 +147,7 @@ SHOWN = dict(re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```$', PAGE, re.MULTILI
     ],
 )
 def test_the_page_shows_what_the_tests_install(typed, kind, option, command):
-    """The module word for word, its option and entry point, and a command that runs."""
+    """The page has the exact module, its option and entry point, and a working command."""
     (module,) = (HERE / kind).glob("toy_*.py")
     assert SHOWN[module.name] == module.read_text("utf-8")
     name = Path(option).name
@@ -166,7 +166,7 @@ def test_the_page_shows_what_the_tests_install(typed, kind, option, command):
 
 
 def test_a_package_brings_options_of_its_own(typed, tmp_path):
-    """A schedule and a module by entry point: no file is written into ./conf."""
+    """Entry points provide a schedule and a module without a file in ./conf."""
     tiny = ["model=tiny_llama", "trainer=cpu", "logger=none", "suite=none", "trainer.max_steps=4"]
     own = ["schedule=halving", "module=watched", "data=tables", "data.upto=6"]
     typed(*tiny, *own, "optim.lr=1e-3", "hydra.run.dir=run")
@@ -180,7 +180,7 @@ def test_a_package_brings_options_of_its_own(typed, tmp_path):
 
 
 def test_a_package_without_its_options_is_named(monkeypatch):
-    """The installation is at fault."""
+    """The environment is at fault."""
     broken = EntryPoint(name="lab", value="no_such_package.conf", group=option_files.PACKAGES)
     monkeypatch.setattr(option_files, "entry_points", lambda group: [broken])
     option_files.package_directories.cache_clear()

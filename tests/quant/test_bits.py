@@ -10,7 +10,7 @@ from mens_exp.planning.memory import bits_per_weight
 
 @pytest.mark.parametrize("double_quant", [False, True])
 def test_bits_of_a_weight_are_those_that_bitsandbytes_keeps(double_quant):
-    """The packed weights and every scale of a large matrix, counted byte for byte."""
+    """Packed weights and all scales of a large matrix are counted to the byte."""
     weight = torch.randn(1024, 2048)
     packed, state = functional.quantize_4bit(
         weight, quant_type="nf4", compress_statistics=double_quant

@@ -16,7 +16,7 @@ needs_the_repacking_kernel = pytest.mark.skipif(
 
 
 def two_layers(quant_type="nf4"):
-    """Quantize two square layers, seeded."""
+    """Quantize two square layers with a fixed seed."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         layers = [
@@ -27,7 +27,7 @@ def two_layers(quant_type="nf4"):
 
 
 def input_gradient(model):
-    """Return the gradient of a sum of squares to the input, or None where there is none."""
+    """Return the gradient of a sum of squares by the input, or None without one."""
     x = torch.ones(3, 64, requires_grad=True)
     model.train()(x).square().sum().backward()
     return x.grad
@@ -41,7 +41,7 @@ def validate(model):
 @pytest.mark.parametrize("double_quant", [True, False])
 @pytest.mark.parametrize("kind", [QuantType.nf4, QuantType.fp4])
 def test_every_quant_setting_reaches_bitsandbytes(kind, double_quant):
-    """Type, double quantization and compute format, under the loader's own names."""
+    """Type, double quantization and compute dtype have the loader's own names."""
     config = quantization_config(
         QuantConfig(quant_type=kind, double_quant=double_quant, compute_dtype=ComputeDtype.f32)
     )
@@ -55,12 +55,12 @@ def test_every_quant_setting_reaches_bitsandbytes(kind, double_quant):
 
 
 def test_no_quantization_is_no_configuration():
-    """The loader then leaves weights as they are."""
+    """The loader then keeps the weights as they are."""
     assert quantization_config(QuantConfig(quant_type=QuantType.none, double_quant=False)) is None
 
 
 def test_modules_left_out_do_not_bring_the_head_in():
-    """Naming any replaces the loader's own choice, so the head is named too."""
+    """A list replaces the loader's default, so the head is added to it."""
     config = quantization_config(QuantConfig(storage_dtype=StorageDtype.f32), ["model.layers.0"])
     assert config is not None
     assert config.llm_int8_skip_modules == ["model.layers.0", "lm_head"]
@@ -71,19 +71,19 @@ def test_modules_left_out_do_not_bring_the_head_in():
     ("named", "expected"), [(ComputeDtype.bf16, torch.bfloat16), (ComputeDtype.f32, torch.float32)]
 )
 def test_compute_formats_have_torch_s_names(named, expected):
-    """Every member of the enum has one."""
+    """Every member of the enum has a torch dtype."""
     assert compute_dtype(QuantConfig(compute_dtype=named)) == expected
     assert len(ComputeDtype) == 2
 
 
 def test_four_bit_modules_are_found_by_path():
-    """Other linear layers are not among them."""
+    """Other linear layers are not included."""
     model = torch.nn.ModuleDict({"four": two_layers(), "plain": torch.nn.Linear(4, 4)})
     assert list(quantized_linears(model)) == ["four.0", "four.1"]
 
 
 def test_gradients_are_the_same_after_a_validation_pass():
-    """Train, validate, train: the input's gradient is bit for bit what it was."""
+    """After train, validate, train the input's gradient is bitwise equal."""
     model = two_layers()
     keep_trainable(model)
     before = input_gradient(model)
@@ -97,7 +97,7 @@ def test_gradients_are_the_same_after_a_validation_pass():
 @needs_the_repacking_kernel
 @pytest.mark.filterwarnings("ignore:bitsandbytes..gemv_4bit. an autograd kernel was not registered")
 def test_without_the_guard_a_validation_pass_ends_learning():
-    """The trap that the guard is for: no gradient comes back any more, and no error is raised."""
+    """Control: without the guard the gradient disappears without an error."""
     model = two_layers()
     assert input_gradient(model) is not None
     validate(model)
@@ -106,7 +106,7 @@ def test_without_the_guard_a_validation_pass_ends_learning():
 
 @pytest.mark.parametrize(("kind", "limit"), [("nf4", 0.10), ("fp4", 0.13)])
 def test_four_bits_hold_a_normal_weight_to_a_tenth(kind, limit):
-    """The relative error of dequantized normal weights is that of the QLoRA paper's types."""
+    """The relative error on normal weights is that of the QLoRA paper's types."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         weight = torch.randn(64, 256)

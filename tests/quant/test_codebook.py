@@ -1,4 +1,4 @@
-"""Codebooks: bitsandbytes' codes, torchao's MXFP4 and NVFP4, and quantiles by scipy."""
+"""Codebooks, compared with bitsandbytes, torchao's MXFP4 and NVFP4, and scipy's quantiles."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mens_exp.quant.codebook import Codebook, CodebookLinear, integers, normal_f
 BINDINGS = {
     one.name: one
     for one in vars(codebook).values()
-    if isinstance(one, codebook.CodesBinding)  # those that the settings name
+    if isinstance(one, codebook.CodesBinding)  # the types in the settings
 }
 
 
@@ -25,21 +25,21 @@ def draw(outputs=48, inputs=128):
     seed = torch.Generator().manual_seed(0)
     weight = torch.randn(outputs, inputs, generator=seed)
     weight[0] = 0
-    weight[1, 3] = 40  # alone at the top of its block
+    weight[1, 3] = 40  # the top of its block
     return weight
 
 
 @pytest.mark.parametrize("block", [64, 128])
 @pytest.mark.parametrize("name", ["nf4", "fp4"])
 def test_codes_are_those_of_bitsandbytes(name, block):
-    """Bit for bit, from bitsandbytes' levels and its rule for ties."""
+    """Codes are bitwise equal, given bitsandbytes' levels and rounding of ties."""
     from bitsandbytes.functional import dequantize_4bit, get_4bit_type, quantize_4bit
 
     weight = draw()
     codes, state = quantize_4bit(weight, blocksize=block, quant_type=name)
     levels = get_4bit_type(name, device="cpu").tolist()
     order = sorted(range(16), key=levels.__getitem__)
-    if name == "fp4":  # its zero has two codes
+    if name == "fp4":  # zero has two codes
         order.remove(8)
     book = Codebook(levels=tuple(levels[one] for one in order), to_even=False)
     packed, scales = book.quantize(weight, block)
@@ -60,7 +60,7 @@ def test_four_bits_of_normal_float_are_those_of_the_library():
 
 @pytest.mark.parametrize("bits", [2, 3, 5, 8])
 def test_normal_float_spaces_levels_evenly_in_probability(bits):
-    """On either side of zero, of which the upper has a level more."""
+    """Probabilities are even on both sides of zero; the upper side has one level more."""
     levels = np.array(normal_float(bits))
     assert len(levels) == 2**bits
     assert (levels[0], levels[-1]) == (-1, 1)
@@ -74,7 +74,7 @@ def test_normal_float_spaces_levels_evenly_in_probability(bits):
 
 @pytest.mark.parametrize(("name", "block"), [("mxfp4", 32), ("nvfp4", 16)])
 def test_values_are_those_of_torchao(name, block):
-    """Of weights of many sizes, blocks of zeros, and halfway; the file's metadata says how made."""
+    """Weights have many magnitudes, zero blocks and ties; the file's metadata names packages."""
     known = load_file(Path(__file__).with_name("torchao_0_18.safetensors"))
     book = BINDINGS[name].book
     assert torch.equal(book.dequantize(*book.quantize(known["x"], block)), known[name])
@@ -82,7 +82,7 @@ def test_values_are_those_of_torchao(name, block):
 
 @pytest.mark.parametrize("name", ["uint2", "uint3", "uint4", "uint8"])
 def test_integers_with_a_zero_point_are_those_of_torchao(name):
-    """Of weights of both signs and of one; the file's metadata says how made."""
+    """Weights have both signs or one; the file's metadata names the packages."""
     known = load_file(Path(__file__).with_name("torchao_0_18_affine.safetensors"))
     book = BINDINGS[name].book
     assert torch.equal(book.dequantize(*book.quantize(known["x"], 32)), known[name])
@@ -90,7 +90,7 @@ def test_integers_with_a_zero_point_are_those_of_torchao(name):
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_integers_are_rounded_to_the_nearest(bits):
-    """As numpy rounds, of a scale that takes the largest magnitude to the largest integer."""
+    """The oracle is numpy's rounding, with the largest magnitude at the largest integer."""
     weight = draw()
     most = 2 ** (bits - 1) - 1
     blocks = weight.numpy().reshape(48, -1, 64)
@@ -104,7 +104,7 @@ def test_integers_are_rounded_to_the_nearest(bits):
 
 @pytest.mark.parametrize("name", BINDINGS)
 def test_a_code_is_the_nearest_level(name, monkeypatch):
-    """By trying all of them, and whatever the order in which rows are quantized."""
+    """The oracle tries all levels; quantizing in pieces gives the same codes."""
     book, weight = BINDINGS[name].book, draw()
     packed, scales = book.quantize(weight, 16)
     found = book.dequantize(packed, scales)
@@ -123,7 +123,7 @@ def test_a_code_is_the_nearest_level(name, monkeypatch):
 
 @pytest.mark.parametrize("name", BINDINGS)
 def test_a_plan_counts_the_bits_that_are_stored(name):
-    """The table of quantizers knows no codebook."""
+    """The table of quantizers is independent of the codebooks."""
     assert BUILT_IN[name].code_bits == BINDINGS[name].book.stored_bits
 
 
@@ -138,7 +138,7 @@ def layer_of(name, *, bias=True, dtype=torch.float32):
 
 @pytest.mark.parametrize("name", BINDINGS)
 def test_a_layer_multiplies_with_what_its_codes_stand_for(name):
-    """Output and the gradient of its input; nothing of the layer learns."""
+    """Output and input gradient agree, and no parameter is trained."""
     layer = layer_of(name)
     assert isinstance(layer, CodebookLinear)
     x = torch.randn(5, 128, requires_grad=True)
@@ -152,7 +152,7 @@ def test_a_layer_multiplies_with_what_its_codes_stand_for(name):
 
 
 def test_another_dtype_of_the_model_leaves_codes_and_scales():
-    """A scale rounded to bf16 would move every weight of its block."""
+    """Rounding a scale to bf16 would change every weight of its block."""
     layer = layer_of("nf3", bias=False)
     before = layer.dequantized()
     assert torch.equal(layer.to(torch.bfloat16).dequantized(), before)

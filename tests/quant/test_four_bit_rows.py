@@ -1,4 +1,4 @@
-"""Rows of 4-bit values against bitsandbytes' own, of the whole weight at once."""
+"""Quantizing a 4-bit weight by rows, compared with bitsandbytes on the whole weight."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_rows_are_those_of_the_whole_weight(
     block,
     monkeypatch,
 ):
-    """Bit for bit, quantized three rows at a time and taken back five at a time."""
+    """Quantized three rows at a time and dequantized five at a time, values are bitwise equal."""
     monkeypatch.setattr(round_trip, "_PIECE", 3 * 512)
     weight_OI = torch.randn(70, 512, generator=torch.Generator().manual_seed(0))
     dtype = DTYPES[rounded_to]
@@ -60,7 +60,7 @@ def test_rows_are_those_of_the_whole_weight(
 def test_rows_of_a_codebook_are_those_of_the_whole_weight(
     quant_type, block, rounded_to, monkeypatch
 ):
-    """NVFP4 has one scale for the whole tensor, whose largest weight may be in another piece."""
+    """NVFP4 has one scale per tensor, whose largest weight may be in another chunk."""
     monkeypatch.setattr(codebook, "_PIECE", 3 * 512)
     weight_OI = torch.randn(70, 512, generator=torch.Generator().manual_seed(0))
     weight_OI[66, 1] = 9
@@ -75,7 +75,7 @@ def test_rows_of_a_codebook_are_those_of_the_whole_weight(
 
 
 def test_values_are_rounded_as_they_are_computed():
-    """The proxy quantizes f32 weights and computes with their values in bf16."""
+    """The proxy quantizes float32 weights and computes with their values in bf16."""
     weight_OI = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
 
     def rows(dtype):
@@ -87,6 +87,6 @@ def test_values_are_rounded_as_they_are_computed():
 
 
 def test_blocks_that_run_over_rows_are_refused():
-    """Bitsandbytes' values are silently wrong there."""
+    """The library's values are silently wrong there."""
     with pytest.raises(RequestError, match=r"w: the width is not a multiple.*found 96.*of 64"):
         quantized_rows(lambda a, b: torch.zeros(b - a, 96), (2, 96), quantizer(), where="w")

@@ -1,4 +1,4 @@
-"""Half-Quadratic Quantization: the codebook's layers, held to the package's own dequantization."""
+"""HQQ in the codebook's layers, compared with the package's own dequantization."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ BITS = (2, 3, 4, 8)
 def weight():
     generator = torch.Generator().manual_seed(0)
     found = torch.randn(96, 256, generator=generator) * 0.02
-    found[3, ::50] = 0.4  # outliers, which it is made for
+    found[3, ::50] = 0.4  # HQQ is designed for outliers
     return found
 
 
@@ -55,7 +55,7 @@ def test_rows_of_a_merge_are_those_of_the_layer(bits):
 
 
 def test_outliers_cost_less_than_with_plain_rounding():
-    """What HQQ is for; in its own measure, the mean of small powers of the errors."""
+    """The measure is HQQ's own, the mean of small powers of the errors."""
     plain = binding_of(QuantType.uint2.spec).round_trip(weight(), settings(2, 64)).values
     errors = [(values - weight()).abs().pow(0.7).mean() for values in (of_package(2, 64), plain)]
     assert errors[0] < errors[1]

@@ -7,7 +7,7 @@ from mens_exp.quant.bnb import four_bit_test
 
 
 def test_the_kernels_of_this_machine_agree_with_torch():
-    """Both passes ran, and are off by rounding alone."""
+    """Both passes run and differ by rounding only."""
     test = four_bit_test("cpu")
     assert test.passed, test
     assert test.forward_error is not None
@@ -15,7 +15,7 @@ def test_the_kernels_of_this_machine_agree_with_torch():
 
 
 def test_a_kernel_that_computes_something_else_fails(monkeypatch):
-    """The output of a kernel one per cent too large is found wrong."""
+    """A kernel whose output is 1 % too large is detected."""
     right = bnb.nn.Linear4bit.forward
     monkeypatch.setattr(bnb.nn.Linear4bit, "forward", lambda self, x: right(self, x) * 1.01)
     test = four_bit_test("cpu")
@@ -24,7 +24,7 @@ def test_a_kernel_that_computes_something_else_fails(monkeypatch):
 
 
 def test_a_kernel_that_raises_is_told(monkeypatch):
-    """The reason is kept; nothing is raised."""
+    """The reason is kept, and nothing is raised."""
 
     def broken(self, x):
         raise RuntimeError("no kernel image")

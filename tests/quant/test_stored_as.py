@@ -15,19 +15,19 @@ from mens_exp.quant.round_trip import activation_error, sqnr_db, stored_as, vari
 
 
 def test_sqnr_is_the_ratio_of_energies_in_decibels():
-    """‖(3, 4)‖² = 25 against ‖(0, 0.5)‖² = 0.25 is a hundredfold: 20 dB."""
+    """By hand: ‖(3, 4)‖² = 25 over ‖(0, 0.5)‖² = 0.25 is 100, or 20 dB."""
     assert sqnr_db(torch.tensor([[3.0, 4.0]]), torch.tensor([[3.0, 3.5]])) == pytest.approx(20)
 
 
 def test_sqnr_of_what_lost_nothing_is_unknown():
-    """Neither an exact copy nor a weight of zeros has a finite ratio."""
+    """For an exact copy, or weights of zero, the ratio is not finite."""
     weight = torch.tensor([[3.0, 4.0]])
     assert sqnr_db(weight, weight) is None
     assert sqnr_db(torch.zeros(1, 2), torch.ones(1, 2)) is None
 
 
 def test_activation_error_weighs_a_loss_by_what_is_read():
-    """W = (3, 4), Ŵ = (3, 3): inputs that never use the second weight lose nothing."""
+    """By hand: W = (3, 4), Ŵ = (3, 3), and inputs that never use the second weight lose nothing."""
     weight, stored = torch.tensor([[3.0, 4.0]]), torch.tensor([[3.0, 3.0]])
     first, second = torch.tensor([[2.0, 0.0]]), torch.tensor([[0.0, 2.0]])
     assert activation_error(weight, stored, [first]) == 0
@@ -36,7 +36,7 @@ def test_activation_error_weighs_a_loss_by_what_is_read():
 
 
 def test_activation_error_without_an_output_is_unknown():
-    """Nothing can be divided by an output of zeros."""
+    """An output of zeros cannot be divided by."""
     assert activation_error(torch.ones(1, 2), torch.zeros(1, 2), [torch.zeros(3, 2)]) is None
 
 
@@ -50,13 +50,13 @@ def test_activation_error_without_an_output_is_unknown():
     ],
 )
 def test_variants_change_one_thing_each(quant, names):
-    """The configured way first, then the other double_quant, then the other type."""
+    """The order is the configured variant, the other double_quant, the other type."""
     assert [one.name for one in variants_of(quant)] == names
     assert variants_of(quant)[0].quant == quant
 
 
 def test_a_weight_of_exact_levels_loses_nothing():
-    """A block of 0, 1 and -1 is what its NF4 codes stand for."""
+    """NF4 has 0, 1 and -1 exactly."""
     weight = torch.tensor([0.0, 1.0, -1.0, 1.0]).repeat(64).view(4, 64)
     made = stored_as(weight, QuantConfig(double_quant=False))
     assert torch.equal(made.values, weight)
@@ -67,7 +67,7 @@ def test_a_weight_of_exact_levels_loses_nothing():
 @pytest.mark.parametrize("compute", ["bf16", "f32"])
 @pytest.mark.parametrize("quant", [(), ("quant.double_quant=false",), ("quant=nf3",)])
 def test_stored_weight_is_that_of_the_loaded_model(tiny_config, cache, model, compute, quant):
-    """Bit for bit what each quantized layer dequantizes to in the compute format."""
+    """Values equal what each quantized layer dequantizes to in the compute dtype, bit for bit."""
     config = tiny_config(f"model={model}", f"quant.compute_dtype={compute}", *quant)
     base, dtype = (
         resolve(config.model, cache),
@@ -83,7 +83,7 @@ def test_stored_weight_is_that_of_the_loaded_model(tiny_config, cache, model, co
 
 
 def test_double_quantization_costs_decibels():
-    """On drawn weights SQNR falls with it, by less than a tenth of a decibel."""
+    """On random weights SQNR falls by less than 0.1 dB."""
     weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
     found = []
     for variant in variants_of(QuantConfig(compute_dtype=ComputeDtype.f32)):
@@ -93,4 +93,4 @@ def test_double_quantization_costs_decibels():
     double, plain, fp4 = found
     assert 0 < plain - double < 0.1
     assert plain > fp4
-    assert math.isclose(plain, 20.7, abs_tol=0.3)  # NF4 of normal weights, blocks of 64
+    assert math.isclose(plain, 20.7, abs_tol=0.3)  # NF4 on normal weights in blocks of 64

@@ -1,4 +1,4 @@
-"""torchao's integers: the codebook's layers, against what the package itself computes."""
+"""torchao's integers in the codebook's layers, compared with the package."""
 
 import json
 
@@ -17,7 +17,7 @@ NAMES = ("torchao4", "torchao8")
 
 @pytest.fixture(autouse=True)
 def torchao(importable):
-    """Outside of dev, because PEFT imports it wherever it is installed, in every process."""
+    """Import torchao, which is not in the dev extra because PEFT imports it in every process."""
     importable("torchao", "torchao==0.18.0")
 
 
@@ -34,7 +34,7 @@ def plain(dtype):
 
 
 def of_package(name, model, block=64):
-    """Quantize a model as torchao's users do."""
+    """Quantize a model as torchao's documentation does."""
     from torchao.quantization import (
         Int8WeightOnlyConfig,
         IntxWeightOnlyConfig,
@@ -54,7 +54,7 @@ def of_package(name, model, block=64):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_layer_computes_what_the_package_computes(name, dtype):
-    """The weight bit for bit; output and gradient as its own layer gives them."""
+    """The weight is bitwise equal; output and gradient agree with its own layer."""
     theirs, ours = of_package(name, plain(dtype)), plain(dtype)
     binding = binding_of(BUILT_IN[name])
     binding.quantize(ours, ["0"], settings(name))
@@ -86,7 +86,7 @@ def test_a_plan_counts_the_bytes_of_a_layer(name):
 def test_an_adapter_is_merged_into_the_weights_of_the_package(
     train_in, tiny_base, tmp_path, name, capsys
 ):
-    """In f32, modules without an adapter are what torchao makes of the published weights."""
+    """In float32, modules without an adapter equal torchao's values of the published weights."""
     told = (f"quant={name}", "lora.targets=[q_proj]", "trainer.max_steps=2", "optim.lr=1e-2")
     run = train_in(tmp_path / "run", *told)
     assert Manifest.read(run.manifest).data_contract["probe"]["reference"]["gradient"] < 1e-4

@@ -14,7 +14,7 @@ SHA = "ab" * 32
 
 
 def manifest(**changes):
-    """A finished QLoRA run on the bundled base."""
+    """Return the manifest of a finished QLoRA run on the bundled base."""
     fields = {
         "run_id": "20261120T055801Z_3fa9c1d2",
         "task": "train",
@@ -51,7 +51,7 @@ def manifest(**changes):
 
 
 def failed_manifest():
-    """A run that ended before anything was measured."""
+    """Return the manifest of a run that failed before anything was measured."""
     return manifest(
         status=Status.FAILED,
         error={
@@ -69,7 +69,7 @@ def failed_manifest():
 
 
 def make_plan():
-    """A plan whose counts are estimates."""
+    """Return a plan with estimated counts."""
     return {
         "format": "mens_exp_plan",
         "version": 1,
@@ -101,7 +101,7 @@ def make_plan():
 
 
 def make_item(condition, completion, **changes):
-    """One completion; both conditions of an item share its name."""
+    """Return one completion; both conditions of an item share its id."""
     named = {
         "item_id": "textwrap.py::indent",
         "condition": Condition(condition),
@@ -115,7 +115,7 @@ def make_item(condition, completion, **changes):
 
 
 def scorecard():
-    """16 items, of which 10 and 14 parse."""
+    """Return a scorecard of 16 items, of which 10 and 14 parse."""
     return Scorecard(
         suite="heldout_syntax",
         suite_digest=SHA,
@@ -129,7 +129,7 @@ def scorecard():
 
 
 def write_telemetry(run, losses):
-    """One step a loss, base validation before and tuned validation after."""
+    """Write one step per loss, a base validation before and a tuned one after."""
     with Telemetry(run.telemetry, clock=lambda: 1.0) as telemetry:
         base = {"step": 0, "condition": "base", "val/loss": 2.0, "val/supervised_tokens": 90}
         telemetry.emit("validation", base)
@@ -151,7 +151,7 @@ def write_telemetry(run, losses):
 
 @pytest.fixture
 def write_run(tmp_path):
-    """Write a finished run; `items` are its completions, `changes` its manifest's."""
+    """Write a finished run with the given completions and changes to its manifest."""
 
     def write(items=None, **changes):
         run = RunDir(tmp_path)
@@ -169,7 +169,7 @@ def write_run(tmp_path):
 
 @pytest.fixture(scope="session")
 def screen():
-    """Return the text that a terminal of a width shows of parts of a document."""
+    """Return the text of parts of a document on a terminal of a given width."""
 
     def drawn(parts, width=80, *, is_plain=False):
         lines = [line.plain for line in terminal.lines(parts, width, is_plain=is_plain)]
@@ -180,7 +180,7 @@ def screen():
 
 @pytest.fixture
 def failed_run(tmp_path):
-    """A run directory that holds a manifest and nothing else."""
+    """Write a run directory with only a manifest."""
     run = RunDir(tmp_path)
     failed_manifest().write(run.manifest)
     return run

@@ -19,12 +19,12 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "attribution_v1.json"
 
 @pytest.fixture
 def record():
-    """Two modules of four layers; golden/attribution_v1.json."""
+    """Return the record of golden/attribution_v1.json: two modules in each of four layers."""
     return Attribution.read(GOLDEN)
 
 
 def cells(svg):
-    """Return what each cell says, and its opacity."""
+    """Return the label and opacity of each cell."""
     found = []
     for rect in ET.fromstring(svg).iter("rect"):
         title = rect.find("title")
@@ -35,7 +35,7 @@ def cells(svg):
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_terminal_table_fits(record, width):
-    """The module that costs most is first, nothing is cut off."""
+    """The most expensive module is first, and nothing is truncated."""
     lines = [line.plain for line in terminal.lines(sections(record)[:1], width, is_plain=False)]
     text = "\n".join(lines)
     assert max(map(len, lines)) <= width
@@ -45,7 +45,7 @@ def test_terminal_table_fits(record, width):
 
 
 def test_suggestion_is_a_command_for_a_shell(record, write_run):
-    """Split by a shell it is the overrides again, beside those of the model that was measured."""
+    """Parsed by a shell, the command has the suggested overrides and those of the model."""
     given = ["task=attribute", "attribute.tokens=64", "model=gpt2", "quant.skip=[mlp]"]
     run = write_run(task="attribute", overrides=given)
     shutil.copy(GOLDEN, run.attribution)
@@ -55,14 +55,14 @@ def test_suggestion_is_a_command_for_a_shell(record, write_run):
 
 
 def test_headline_puts_the_whole_beside_the_sum_of_its_parts(record):
-    """Both numbers, in nats."""
+    """The headline has both numbers in nats."""
     text = headline(record)
     assert "All 2 modules in nf4_double: KL 0.005" in text
     assert "summed: KL 0.004" in text
 
 
 def test_page_shows_maps_tables_and_parity(record, write_run):
-    """In the place of what only training has."""
+    """They replace the sections that only training has."""
     run = write_run(task="attribute")
     shutil.copy(GOLDEN, run.attribution)
     text = write.render_page(load(run))
@@ -95,7 +95,7 @@ def test_page_shows_maps_tables_and_parity(record, write_run):
     ],
 )
 def test_page_shows_the_suggested_mixture(record, write_run, overrides, said, commands):
-    """A map, the cost of all modules at once, and a command first; none where nothing changes."""
+    """The page has a map, the joint cost and the command; nothing if nothing would change."""
     record.suggestion["mixture"] = {
         "variants": {one["path"]: "fp4_double" for one in record.modules},
         "overrides": overrides,
@@ -119,14 +119,14 @@ def test_page_shows_the_suggested_mixture(record, write_run, overrides, said, co
 
 
 def test_a_run_without_attribution_has_no_such_part(write_run):
-    """A training run's page is as it was."""
+    """The page of a training run is unchanged."""
     text = write.render_page(load(write_run()))
     assert "4 bits against f32" not in text
     assert "Held-out completions" in text
 
 
 def test_map_has_a_cell_for_each_known_value(record):
-    """Two modules; the SQNR of both is known in the configured variant."""
+    """The SQNR of both modules is known for the configured variant."""
     plots = [part for part in sections(record)[1].parts if isinstance(part, Plot)]
     maps = {plot.name: cells(plot.svg) for plot in plots}
     assert [len(found) for found in maps.values()] == [2, 2, 2, 2]
@@ -148,13 +148,13 @@ def test_bad_values_are_dark(high_is_dark, darkest):
 
 
 def test_map_without_values_says_so():
-    """Nothing is drawn, and the reason stands in its place."""
+    """The reason is shown instead of a drawing."""
     grid = Grid(kinds=("a",), layers=1, values={("a", 0): None})
     assert heat_map("m", "M", "", grid, spell=str).absent == "no value is known"
 
 
 def test_names_from_a_model_are_escaped():
-    """A checkpoint names its modules as it likes."""
+    """Module names come from the checkpoint and are not trusted."""
     grid = Grid(kinds=("<b>&",), layers=1, values={("<b>&", 0): 1.0})
     plot = heat_map("m", "M", "", grid, spell=str)
     assert "<b>" not in plot.svg

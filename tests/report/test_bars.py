@@ -20,7 +20,7 @@ FOUND = Histogram(
 
 
 def test_bars_are_as_high_as_their_counts():
-    """The highest is four times the first; each says what it counts."""
+    """The highest bar is four times the first, and each has a title."""
     bars = histogram("Length", "tokens", FOUND)
     root = ET.fromstring(bars.svg)
     rects = list(root.iter("rect"))
@@ -31,7 +31,7 @@ def test_bars_are_as_high_as_their_counts():
 
 
 def test_a_mark_stands_where_its_length_is():
-    """At 3, the middle of the second bar; one outside is not drawn."""
+    """A mark at 3 is in the middle of the second bar; one outside is not drawn."""
     bars = histogram("Length", "tokens", FOUND, {"limit": 3, "far": 99})
     (line,) = re.findall(r'<line x1="([\d.]+)"', bars.svg)
     root = ET.fromstring(bars.svg)
@@ -43,7 +43,7 @@ def test_a_mark_stands_where_its_length_is():
 
 
 def test_a_drawing_asks_for_nothing_and_takes_the_colours_of_the_page():
-    """No link, and a title that cannot break out of its attribute."""
+    """The SVG has no links, and a title cannot end its attribute."""
     bars = histogram('"><script>', "tokens", FOUND)
     ET.fromstring(bars.svg)
     assert "http" not in bars.svg

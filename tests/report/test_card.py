@@ -17,7 +17,7 @@ def _front_matter(text):
 
 
 def test_front_matter_is_what_hubs_read(write_run):
-    """The bundled base is SmolLM2, which is under Apache 2.0."""
+    """The bundled base is SmolLM2, licensed under Apache 2.0."""
     assert _front_matter(write.render_card(load(write_run()))) == {
         "base_model": "HuggingFaceTB/SmolLM2-135M-Instruct",
         "library_name": "peft",
@@ -28,7 +28,7 @@ def test_front_matter_is_what_hubs_read(write_run):
 
 
 def test_front_matter_survives_hostile_names(write_run):
-    """A model's name cannot add a key or close the block."""
+    """A model's name cannot add a key or end the block."""
     name = 'x: "y"\n---\nevil: 1 # \x00'
     head = _front_matter(write.render_card(load(write_run(inputs={"base_model": name}))))
     assert head["base_model"] == 'x: "y" --- evil: 1 # \\x00'
@@ -37,7 +37,7 @@ def test_front_matter_survives_hostile_names(write_run):
 
 
 def test_random_base_is_not_named_to_hubs(write_run):
-    """No hub has it, and the card says what it is good for."""
+    """No hub has it, and the card says what it is for."""
     text = write.render_card(
         load(write_run(inputs={"base_model": "tiny_llama", "base_source": "random"}))
     )
@@ -46,7 +46,7 @@ def test_random_base_is_not_named_to_hubs(write_run):
 
 
 def test_bundled_base_is_called_four_bit(write_run):
-    """The GGUF file is itself quantized; a hub's base is not said to be."""
+    """Only the GGUF file is itself quantized, and not a base from the hub."""
     assert "4-bit (Q4_1)" in write.render_card(load(write_run()))
     hub = {"base_model": "HuggingFaceTB/SmolLM2-135M-Instruct", "base_source": "hub"}
     assert "Q4_1" not in write.render_card(load(write_run(inputs=hub)))
@@ -62,7 +62,7 @@ def test_bundled_base_is_called_four_bit(write_run):
     ],
 )
 def test_loading_code_quantizes_as_the_run_did(write_run, quant, present, missing):
-    """The code parses, and names the run's own quantization."""
+    """The code parses and uses the run's quantization."""
     text = write.render_card(load(write_run(facts={"quant": quant, "double_quant": True})))
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     ast.parse(code)
@@ -71,7 +71,7 @@ def test_loading_code_quantizes_as_the_run_did(write_run, quant, present, missin
 
 
 def test_card_has_results_and_how_to_repeat_them(write_run):
-    """One row a KPI, the command, and the digests."""
+    """It has one row per KPI, the command and the digests."""
     text = write.render_card(load(write_run()))
     row = "| Validation loss (nats per token) | 2.0000 | 1.5000 | \N{MINUS SIGN}25.0% better "
     assert row in text
@@ -80,7 +80,7 @@ def test_card_has_results_and_how_to_repeat_them(write_run):
 
 
 def test_card_of_a_failed_run_offers_nothing_to_load(failed_run):
-    """It says that it is no result, and why."""
+    """The card says that it is no result, and why."""
     text = write.render_card(load(failed_run))
     assert "This run is not a result." in text
     assert "rows.jsonl:3: not JSON" in text
@@ -88,7 +88,7 @@ def test_card_of_a_failed_run_offers_nothing_to_load(failed_run):
 
 
 def test_hostile_text_adds_no_markup(write_run):
-    """Neither a heading, a table cell nor a tag."""
+    """Text cannot add a heading, a table cell or a tag."""
     hostile = "a | b\n# c <script> [x](y)"
     text = write.render_card(load(write_run(experiment=hostile, facts={"attention": hostile})))
     assert "<script>" not in text.replace("\\<script\\>", "")
@@ -97,7 +97,7 @@ def test_hostile_text_adds_no_markup(write_run):
 
 
 def test_rendering_twice_gives_the_same_bytes(write_run):
-    """The card is a pure function of the records."""
+    """The card depends only on the records."""
     run = write_run()
     assert write.render_card(load(run)) == write.render_card(load(run))
 
@@ -122,7 +122,7 @@ FROM_SCRATCH = {"artifact": "weights", "quant": "none", "train_base": True, "lan
     ],
 )
 def test_card_says_what_the_run_left(write_run, facts, says, silent):
-    """How to load it is how it was written; a research lane is named."""
+    """The loading code matches the files written; a research lane is named."""
     text = write.render_card(load(write_run(facts=facts)))
     assert says in text
     assert silent not in text

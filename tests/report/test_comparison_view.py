@@ -24,7 +24,7 @@ def in_80_columns(record):
 
 
 def test_no_word_of_the_verdicts_is_broken_in_a_terminal_of_80_columns():
-    """The page has two columns more; here they would leave a verdict to be read downwards."""
+    """The terminal omits two columns of the page, so that verdicts are not wrapped."""
     record = Comparison.read(SHIPPED)
     shown = in_80_columns(record)
     table = verdict_table(record)
@@ -36,7 +36,7 @@ def test_no_word_of_the_verdicts_is_broken_in_a_terminal_of_80_columns():
 
 
 def test_looks_are_a_column_of_the_page_and_a_sentence_in_the_terminal():
-    """Ranges and looks break no word of the verdicts in 80 columns."""
+    """Ranges and looks leave verdicts unbroken at 80 columns."""
     record = Comparison.read(SHIPPED)
     (contrast,) = record.contrasts
     kpi = contrast["kpis"][record.primary]
@@ -63,7 +63,7 @@ def test_looks_are_a_column_of_the_page_and_a_sentence_in_the_terminal():
 
 
 def looked(*others, false=0.161, **fields):
-    """Return the shipped record with looks at other seeds, and what is said of them."""
+    """Return the shipped record with looks at other seeds, and the statement about them."""
     record = Comparison.read(SHIPPED)
     (contrast,) = record.contrasts
     looks = [{"path": f"{n}", "seeds": seeds} for n, seeds in enumerate(others)]
@@ -77,7 +77,7 @@ def looked(*others, false=0.161, **fields):
 
 
 def test_looks_that_leave_out_seeds_are_never_called_allowed():
-    """Neither the rate of one look nor the always-valid test covers seeds that were chosen."""
+    """Neither the single-look rate nor the always-valid test covers chosen seeds."""
     subsets = [1, 2, 3], [1, 2, 4], [1, 3, 4]
     record, note = looked(*subsets)
     assert note.tone == Tone.WARN
@@ -103,7 +103,7 @@ def test_looks_that_leave_out_seeds_are_never_called_allowed():
 
 
 def test_looks_that_only_add_seeds_are_as_they_were():
-    """Nested sets, and for the always-valid test any looks at seeds that are all in this one."""
+    """Nested sets are allowed, and for the always-valid test any subsets of the present seeds."""
     record, note = looked([2, 3])
     assert "whoever looks at 2, 3 seeds and stops at the first verdict is wrong in 16%" in note.text
     assert note.text.endswith("or use compare.sequential=always_valid.")
@@ -131,7 +131,7 @@ def test_looks_that_only_add_seeds_are_as_they_were():
 def test_a_policy_on_burn_is_proposed_only_if_burn_was_better_than_qlora(
     backends, factor, proposed
 ):
-    """A clean verdict for any other factor or backend is followed by a check alone."""
+    """After any other verdict, factor or backend only the check is proposed."""
     record = Comparison.read(SHIPPED)
     record.factors = [factor]
     for arm, backend in zip(record.arms, backends, strict=True):
@@ -165,7 +165,7 @@ def test_a_verdict_of_two_seeds_carries_a_note(verdict, seeds, noted):
 
 
 def test_times_are_labelled_as_wall_clock_figures():
-    """On a shared machine they are those of its other work as well."""
+    """On a shared machine other work affects them."""
     made = comparison_view.document(Comparison.read(SHIPPED))
     (arms,) = [part for part in made.parts if isinstance(part, Section) and "spent" in part.title]
     assert "on a shared machine" in arms.parts[-1].text
@@ -180,7 +180,7 @@ def _tables(parts):
 
 
 def test_every_head_of_a_column_and_every_label_is_explained():
-    """But for the names of arms; what only a head means is no link in a sentence."""
+    """Names of arms are excepted; terms used only as headers are not linked in sentences."""
     record = Comparison.read(SHIPPED)
     made = comparison_view.document(record)
     heads = {head for table in _tables(made.parts) for head in table.heads} - {
@@ -199,7 +199,7 @@ def test_every_head_of_a_column_and_every_label_is_explained():
 
 
 def test_forests_say_their_level_and_which_way_is_better():
-    """At an alpha of 0.001 the interval is no 100 % one."""
+    """At alpha 0.001 the level is not rounded to 100 %."""
     record = Comparison.read(SHIPPED)
     record.alpha = 0.001
     kpi = record.contrasts[0]["kpis"][record.primary]
@@ -211,7 +211,7 @@ def test_forests_say_their_level_and_which_way_is_better():
 
 
 def of_noise(record, estimate, seeds=(1, 2, 3)):
-    """Return the drawing of all KPIs where the first one's difference is so many times noise."""
+    """Return the plot of all KPIs with the first difference set to a multiple of the noise."""
     (contrast,) = record.contrasts
     known = {n: k for n, k in contrast["kpis"].items() if k["estimate"] is not None}
     contrast["kpis"] = {record.primary: known[record.primary]} | dict(list(known.items())[:6])
@@ -225,7 +225,7 @@ def of_noise(record, estimate, seeds=(1, 2, 3)):
 
 
 def test_one_difference_far_from_the_rest_does_not_flatten_them():
-    """The axis ends near the others; an arrow and its figure stand for what is beyond."""
+    """The axis ends near the others, and an arrow with a number marks the outlier."""
     far = of_noise(Comparison.read(SHIPPED), 236.0)
     assert widest(far) < 30
     assert "236" in far.svg
@@ -235,7 +235,7 @@ def test_one_difference_far_from_the_rest_does_not_flatten_them():
 
 
 def test_a_difference_of_one_seed_is_drawn_as_such():
-    """It has no interval, and is no result."""
+    """It has no interval and is not a result."""
     record = Comparison.read(SHIPPED)
     plot = of_noise(record, 1.0, seeds=[1])
     assert f"{record.primary} (1 seed)" in plot.svg
@@ -246,6 +246,6 @@ def test_a_difference_of_one_seed_is_drawn_as_such():
 
 
 def widest(plot):
-    """Return the largest number that stands at the axis."""
+    """Return the largest number on the axis."""
     found = re.findall(r">\s*[\u2212-]?(\d+(?:\.\d+)?)\s*</text>", plot.svg)
     return max(map(float, found))

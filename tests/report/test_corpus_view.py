@@ -90,13 +90,13 @@ def render(report):
 
 
 def text(page):
-    """What a reader sees, in one line."""
+    """Return the visible text in one line."""
     body = re.sub(r"<(style|svg).*?</\1>", " ", page, flags=re.DOTALL)
     return " ".join(unescape(re.sub(r"<[^>]+>", " ", body)).split())
 
 
 def test_everything_in_the_record_is_on_the_page():
-    """Rows, tokens, shares, kinds, duplicates, diversity, findings and what is unknown."""
+    """It shows rows, tokens, shares, kinds, duplicates, diversity, findings and unknown values."""
     seen = text(render(record()))
     for part in (
         "1,200 rows (train 1,100, val 50, heldout 50) of about 123,456 tokens",
@@ -123,7 +123,7 @@ def test_everything_in_the_record_is_on_the_page():
 
 
 def test_what_is_null_is_absent_with_its_reason():
-    """And the rest of the page is there."""
+    """The other parts are shown."""
     why = {"tokens": "no tokenizer", "duplicates": "nobody looked", "diversity": "no rows at all"}
     empty = record(
         rows=0,
@@ -145,7 +145,7 @@ def test_what_is_null_is_absent_with_its_reason():
 
 
 def test_text_of_rows_is_not_markup():
-    """A category that is a script is shown as it is written."""
+    """A category that looks like a script is escaped."""
     share = {"rows": 1, "rows_share": 0.5, "characters": 1, "characters_share": 0.5}
     names = [{"name": "<script>alert(1)</script>", **share}, {"name": "\x1b[2J", **share}]
     page = render(record(sources={"category": names}))
@@ -155,7 +155,7 @@ def test_text_of_rows_is_not_markup():
 
 
 def test_small_sources_are_shown_as_one():
-    """Twelve, and the other three together."""
+    """Twelve sources are shown, and the other three together."""
     share = {"rows": 1, "rows_share": 1 / 15, "characters": 2, "characters_share": 1 / 15}
     names = [{"name": f"name{n}", **share} for n in range(15)]
     seen = text(render(record(sources={"category": names})))
@@ -164,7 +164,7 @@ def test_small_sources_are_shown_as_one():
 
 
 def test_the_same_record_gives_the_same_page_that_asks_for_nothing():
-    """Well nested, no script, no link."""
+    """The page is deterministic and well nested, without scripts or external links."""
     page = render(record())
     assert page == render(record())
     assert "http://" not in page

@@ -92,7 +92,7 @@ def told(node):
 
 
 def test_figures_are_told_in_words():
-    """One line each."""
+    """Each figure is one line."""
     found = told(NODE)
     assert found["tokens by role"] == (
         "template 100, system 0, user 1,400, assistant 490, end marker 10"
@@ -109,7 +109,7 @@ def test_figures_are_told_in_words():
 
 
 def test_what_is_unknown_has_its_reason():
-    """Roles that cannot be told, a probe that is off, an overlap with nothing."""
+    """Cases are unknown roles, a disabled probe and an overlap with nothing."""
     node = copy.deepcopy(NODE)
     node["tokens"] |= {"tokens_by_role": None, "trained_by_role": None, "end_marker_trained": None}
     node["probe"], node["overlap"] = None, []
@@ -122,7 +122,7 @@ def test_what_is_unknown_has_its_reason():
 
 
 def test_the_report_has_the_certificate_and_what_it_refused():
-    """A run without one has no such section."""
+    """A run without a certificate has no such section."""
     refused = records({**NODE, "violations": ["data.seq_len: <b>"]})
     refused.manifest.status = Status.FAILED
     page = write.render_page(refused)
@@ -134,7 +134,7 @@ def test_the_report_has_the_certificate_and_what_it_refused():
 
 
 def test_a_plan_tells_the_token_part_alone():
-    """As the report does."""
+    """The plan shows it as the report does."""
     plan = {"data": {"source": "jsonl", "exact": True}}
     plan["data"]["contract"] = {"tokens": NODE["tokens"], "unknown": {}}
     shown = "\n".join(

@@ -1,4 +1,4 @@
-"""One document, drawn as a page, as a fragment for notebooks, and as Markdown."""
+"""A document rendered as a page, as a fragment for notebooks and as Markdown."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ EVIL = "</td></pre><script>alert(1)</script>|`[x](y)\x1b[2J"
 
 
 def document(**changes):
-    """Every kind of part, with a text that each format would obey somewhere."""
+    """Return a document with every kind of part, and text that is markup in some format."""
     parts = [
         Section(
             EVIL,
@@ -81,7 +81,7 @@ def fragment(made):
 
 @pytest.mark.parametrize("render", [html.page, fragment])
 def test_no_part_of_a_page_obeys_what_others_wrote(render):
-    """Every text of every part is escaped, and its control characters are shown."""
+    """All text is escaped, and control characters are made visible."""
     text = render(document())
     tags = {tag for tag, _ in Nesting(text).tags}
     assert "script" not in tags
@@ -90,7 +90,7 @@ def test_no_part_of_a_page_obeys_what_others_wrote(render):
 
 
 def test_a_fragment_keeps_its_styles_to_itself():
-    """All of them are nested under its class, and it has no page around it."""
+    """Its styles are nested under its class, and it is not a whole page."""
     text = fragment(document())
     style = re.search(r"<style>(.*?)</style>", text, re.DOTALL)[1]
     assert re.fullmatch(r"\.mens-exp \{.*\}", style.strip(), re.DOTALL)
@@ -99,7 +99,7 @@ def test_a_fragment_keeps_its_styles_to_itself():
 
 
 def test_a_term_is_linked_once_and_explained():
-    """The first time that it occurs, where it is not part of a longer one."""
+    """The first occurrence is linked, unless it is part of a longer term."""
     words = "The data contract holds. Contracts of two arms; the contract again."
     page = html.page(document(headline=words, parts=[Note("An arm, <contract>")], title="contract"))
     links = [attrs for tag, attrs in Nesting(page).tags if attrs.get("class") == "term"]
@@ -111,13 +111,13 @@ def test_a_term_is_linked_once_and_explained():
 
 
 def test_a_term_in_code_is_left_alone():
-    """A command is copied as it is."""
+    """A command must be copied unchanged."""
     page = html.page(document(headline="", parts=[Code("python verdict")], title="", kind=""))
     assert "Words on this page" not in page
 
 
 def test_every_term_has_a_meaning_and_a_page():
-    """And is spelled as it is looked up."""
+    """Terms are spelled as they are looked up."""
     text = files("mens_exp.report").joinpath("templates/terms.yaml").read_text("utf-8")
     for term, (meaning, page, *rest) in yaml.safe_load(text).items():
         assert term == term.lower()
@@ -127,7 +127,7 @@ def test_every_term_has_a_meaning_and_a_page():
 
 
 def test_markdown_has_one_table_row_a_row_and_no_markup_of_others():
-    """Figures are aligned on the right; what would be obeyed is escaped."""
+    """Numbers are right-aligned, and markup is escaped."""
     text = markdown(document().parts)
     assert "| a | b |\n| --- | ---: |\n| x | 1 |\n" in text
     plain = re.sub(r"```.*?```|(?<!\\)`.*?`", "", text, flags=re.DOTALL)
@@ -137,7 +137,7 @@ def test_markdown_has_one_table_row_a_row_and_no_markup_of_others():
 
 
 def test_items_of_a_list_follow_each_other_in_markdown():
-    """All else stands apart."""
+    """Other parts are separated by blank lines."""
     notes = [Note("a"), Note("b", item=True), Note("c", item=True), Note("d")]
     assert markdown(notes) == "a\n\n- b\n- c\n\nd\n"
 
@@ -154,7 +154,7 @@ def test_items_of_a_list_follow_each_other_in_markdown():
     ],
 )
 def test_a_column_of_figures_is_told_from_one_of_words(text, is_figure):
-    """By its values: declared nowhere, it cannot be declared wrong."""
+    """The values decide, so no declaration can be wrong."""
     table = Table(("name", "value"), [("x", text)])
     assert table.figures == ({1} if is_figure else frozenset())
 
@@ -173,7 +173,7 @@ PROTANOPIA = (
 
 
 def lab_of(color, seen):
-    """CIELAB of a colour as somebody sees it, D65."""
+    """Return CIELAB (D65) of a colour as seen with a colour vision deficiency."""
     srgb = [int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in srgb]
     r, g, b = (min(1, max(0, sum(w * c for w, c in zip(row, linear, strict=True)))) for row in seen)
@@ -187,7 +187,7 @@ def lab_of(color, seen):
 
 
 def apart(first, second, seen):
-    """Return the distance of two colours as somebody sees them."""
+    """Return the distance of two colours as seen with a colour vision deficiency."""
     pairs = zip(lab_of(first, seen), lab_of(second, seen), strict=True)
     return sum((a - b) ** 2 for a, b in pairs) ** 0.5
 
@@ -200,7 +200,7 @@ SEEN = pytest.mark.parametrize(
 @SEEN
 @pytest.mark.parametrize("names", [("good", "bad"), ("base", "tuned")])
 def test_colours_with_a_meaning_differ_for_the_colour_blind(seen, names):
-    """By more than 20 in CIELAB, in both themes; green and red of before did not."""
+    """They differ by over 20 in CIELAB in both themes; the earlier green and red did not."""
     style = files("mens_exp.report").joinpath("templates/report.css").read_text("utf-8")
     first, second = (re.findall(rf"--{name}: (#\w{{6}})", style) for name in names)
     assert len(first) == len(second) == 2
@@ -210,7 +210,7 @@ def test_colours_with_a_meaning_differ_for_the_colour_blind(seen, names):
 
 @SEEN
 def test_arms_differ_for_the_colour_blind(seen):
-    """All eight colours, pair by pair; a just noticeable difference is 2.3."""
+    """All pairs of eight colours are checked; a just noticeable difference is 2.3."""
     colors = [re.search(r"#\w{6}", css_of(arm))[0] for arm in ARMS]
     assert len(set(colors)) == 8
     assert min(apart(*pair, seen) for pair in itertools.combinations(colors, 2)) > 12

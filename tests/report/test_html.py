@@ -37,14 +37,14 @@ class _Page(HTMLParser):
 
 
 def test_report_shows_base_beside_tuned(write_run):
-    """Losses, parse rates with their counts, and both completions."""
+    """The page has losses, parse rates with counts, and both completions."""
     page = write.render_page(load(write_run()))
     shown = ("2.0000", "1.5000", "62.5%", "14 of 16", "def f(:", "def f(): pass", "this run used")
     assert [text for text in shown if text not in page] == []
 
 
 def test_rendering_twice_gives_the_same_bytes(write_run):
-    """The page is a pure function of the records."""
+    """The page depends only on the records."""
     run = write_run()
     assert write.render_page(load(run)) == write.render_page(load(run))
 
@@ -52,7 +52,7 @@ def test_rendering_twice_gives_the_same_bytes(write_run):
 @pytest.mark.draws
 @pytest.mark.parametrize("kind", ["finished", "failed"])
 def test_page_nests_and_asks_for_nothing(write_run, failed_run, kind):
-    """No script, no style sheet, no picture, no link but into the page."""
+    """It has no script, stylesheet, image or external link."""
     page = write.render_page(load(write_run() if kind == "finished" else failed_run))
     seen = _Page(page).seen
     links = [v or "" for _, attrs in seen for k, v in attrs.items() if k.endswith(("href", "src"))]
@@ -62,7 +62,7 @@ def test_page_nests_and_asks_for_nothing(write_run, failed_run, kind):
 
 
 def test_answers_of_random_weights_are_folded(write_run, item):
-    """They are noise; a reader opens them if they want to, and blank ones are described."""
+    """They are noise, so they start collapsed; blank answers are described."""
     said = [item("base", "\n \n"), item("tuned", "gibberish")]
     inputs = {"base_model": "tiny_llama", "base_source": "random"}
     shown = {}
@@ -79,7 +79,7 @@ def test_answers_of_random_weights_are_folded(write_run, item):
 
 
 def test_after_random_weights_the_next_command_keeps_the_rows(write_run):
-    """The reader's own rows are what a real model should learn."""
+    """A real model should be trained on the user's own rows."""
     run = write_run(
         inputs={"base_source": "random"},
         overrides=["model=tiny_llama", "data=jsonl", "data.path=shop.jsonl", "trainer.max_steps=2"],
@@ -88,7 +88,7 @@ def test_after_random_weights_the_next_command_keeps_the_rows(write_run):
 
 
 def test_hostile_text_is_shown_not_obeyed(write_run, item):
-    """A completion, a prompt, a file name, an override and a note are all only text."""
+    """Completions, prompts, file names, overrides and notes are escaped."""
     hostile = item("tuned", _HOSTILE, prompt=_HOSTILE, reference=_HOSTILE, item_id=_HOSTILE)
     run = write_run(
         [hostile, item("base", "", item_id=_HOSTILE)],
@@ -108,7 +108,7 @@ def test_hostile_text_is_shown_not_obeyed(write_run, item):
 
 
 def test_failed_run_opens_with_its_error(failed_run):
-    """Type, message and what to do next; every missing part says that it is missing."""
+    """Type, message and remedy come first, and missing parts are marked as missing."""
     page = write.render_page(load(failed_run))
     shown = (
         "DataError",
@@ -124,7 +124,7 @@ def test_failed_run_opens_with_its_error(failed_run):
 
 
 def test_a_run_without_a_suite_judges_no_answers(finished):
-    """The page of a command with `suite=none` has the losses, and no card of what parses."""
+    """With `suite=none` the page has the losses and no card of parse rates."""
     page = (finished.path / "report.html").read_text("utf-8")
     assert "<h3>Validation loss" in page
     assert "that parse" not in page
@@ -134,7 +134,7 @@ def test_a_run_without_a_suite_judges_no_answers(finished):
 
 @pytest.mark.parametrize(("suite", "shown"), [("none", 0), ("heldout_syntax", 1)])
 def test_a_run_that_failed_before_its_suite_says_what_it_did_not_reach(write_run, suite, shown):
-    """Nothing was asked for with `suite=none`, so nothing is missing."""
+    """With `suite=none` nothing is reported as missing."""
     run = write_run(status=Status.FAILED, results={}, choices={"suite": suite})
     run.scorecard.unlink()
     run.events.unlink()
@@ -144,7 +144,7 @@ def test_a_run_that_failed_before_its_suite_says_what_it_did_not_reach(write_run
 
 
 def test_each_setting_that_differs_has_one_line(finished):
-    """The file of rows by its path alone; what else its option has is the option."""
+    """The rows are named by path only; other settings of the option are implied."""
     page = (finished.path / "report.html").read_text("utf-8")
     lines = re.findall(r"<dt>differs from default: (.*?)</dt><dd>(.*?)\s*</dd>", page)
     paths = [path for path, _ in lines]
@@ -157,13 +157,13 @@ def test_each_setting_that_differs_has_one_line(finished):
 
 
 def test_an_item_of_one_condition_is_shown_alone(write_run, item):
-    """The other side says that it was not run."""
+    """The other condition is shown as not run."""
     page = write.render_page(load(write_run([item("base", "x")])))
     assert "not asked under this condition" in page
 
 
 def test_an_answer_says_in_which_style_it_was_read(write_run, item):
-    """Where that was recorded; a model cannot have written it, but it is escaped as all is."""
+    """The style is shown if recorded, and escaped like everything else."""
     events = [item("base", "x", style="class <Solution>"), item("tuned", "y")]
     page = write.render_page(load(write_run(events)))
     assert page.count("read as: ") == 1
@@ -171,7 +171,7 @@ def test_an_answer_says_in_which_style_it_was_read(write_run, item):
 
 
 def test_items_beyond_a_hundred_are_counted(write_run, item):
-    """The page stays light; the record holds them all."""
+    """The page stays small; the record has all items."""
     page = write.render_page(
         load(write_run([item("base", "x", item_id=str(n)) for n in range(103)]))
     )
@@ -180,7 +180,7 @@ def test_items_beyond_a_hundred_are_counted(write_run, item):
 
 
 def test_an_answer_that_nobody_could_judge_is_no_failure(write_run, item):
-    """Of three items one is known of both: the others are unknown, and neither fails by that."""
+    """Of three items one is known for both conditions; unknown ones do not count as failed."""
     told = {"a": (True, False), "b": (None, None), "c": (True, None)}
     events = [
         item(condition, "answer", item_id=name, parses=None, task_success=value)
@@ -193,7 +193,7 @@ def test_an_answer_that_nobody_could_judge_is_no_failure(write_run, item):
 
 
 def test_answers_to_a_suite_are_called_so(write_run):
-    """Rows that a run held out are what one suite asks, and no other."""
+    """Only the suite of held-out rows calls its answers so."""
     run = write_run()
     card = Scorecard.read(run.scorecard)
     assert "<h2>Held-out completions</h2>" in write.render_page(load(run))
@@ -203,7 +203,7 @@ def test_answers_to_a_suite_are_called_so(write_run):
 
 
 def test_a_suite_that_brings_its_own_models_shows_their_answers(write_run, item):
-    """Two conditions that are neither base nor tuned, each by its name."""
+    """Two conditions that are neither base nor tuned are shown by name."""
     names = ("first", "second")
     events = [{**item("base", f"answer of {name}"), "condition": name} for name in names]
     text = write.render_page(load(write_run(events)))
@@ -213,7 +213,7 @@ def test_a_suite_that_brings_its_own_models_shows_their_answers(write_run, item)
 
 
 def test_the_page_opens_with_four_answers(write_run):
-    """Did it learn, can I trust it, what did it cost, what next: before anything else."""
+    """It begins with: did it learn, can I trust it, what did it cost, what next."""
     run = write_run()
     page = write.render_page(load(run))
     asked = ("Did it learn?", "Can I trust it?", "What did it cost?", "What next?", "<h2>Result")
@@ -232,14 +232,14 @@ def test_the_page_opens_with_four_answers(write_run):
     ],
 )
 def test_what_a_run_learned_is_said_as_far_as_it_is_known(write_run, changes, expected):
-    """A loss that stayed and answers that got better are a part."""
+    """An unchanged loss with better answers counts as partly learned."""
     run = write_run(**changes)
     run.telemetry.unlink()
     assert expected in write.render_page(load(run))
 
 
 def test_answers_that_nobody_scored_are_shown(write_run):
-    """Of a run without a suite: base beside tuned, open, with the row's own answer."""
+    """Without a suite, base, tuned and the row's answer are shown expanded."""
     run = write_run()
     run.scorecard.unlink()
     run.events.unlink()

@@ -1,4 +1,4 @@
-"""The terminal's view of an inspection: everything that the record says, and nothing else."""
+"""The terminal view of an inspection shows the whole record and nothing else."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def check(outcome, recorded, found, note=None):
 
 
 def test_base_layers_and_figures_are_shown():
-    """Name, revision, quantization, key, shape, rank, scale and norms."""
+    """Shown are name, revision, quantization, keys, shapes, ranks, scales and norms."""
     text = shown(inspection())
     for part in (
         *("tiny @ abc, nf4, double quantized", "rslora, rank 4, 1 layers, 1,234 parameters"),
@@ -82,7 +82,7 @@ def test_base_layers_and_figures_are_shown():
 
 
 def test_lineage_says_what_is_missing():
-    """In order, an arrow before each but the first."""
+    """Entries are in order, each but the first after an arrow."""
     line = [
         Ancestor(role=role, name=name, place=None, hashes={}, missing=missing)
         for role, name, missing in (
@@ -97,7 +97,7 @@ def test_lineage_says_what_is_missing():
 
 
 def test_of_a_verification_only_what_is_not_equal_is_listed():
-    """Differences first, both values in full; what is equal is counted."""
+    """Differences come first with both values in full; equal items are counted."""
     checks = [
         check(Outcome.EQUAL, "a" * 64, "a" * 64),
         check(Outcome.NOT_HERE, "b" * 64, None, "the base is elsewhere"),
@@ -112,7 +112,7 @@ def test_of_a_verification_only_what_is_not_equal_is_listed():
 
 
 def test_a_replay_says_how_far_it_was_the_same():
-    """Identical through a step, or the first that differs; other conditions are labelled."""
+    """The steps are equal up to the end or the first difference; other conditions are labelled."""
     replay = Replay(
         steps=3, identical_through=3, conditions=["packages"], first_difference=None, checks=[]
     )
@@ -130,7 +130,7 @@ def test_a_replay_says_how_far_it_was_the_same():
 
 
 def test_a_state_says_whether_it_goes_on():
-    """Step, optimizer and the reason."""
+    """It shows step, optimizer and reason."""
     state = CheckpointRecord(
         step=7, bytes=2**20, optimizer_tensors=0, optimizer_bytes=0, resumable=False, why="because"
     )
@@ -140,5 +140,5 @@ def test_a_state_says_whether_it_goes_on():
 
 
 def test_markup_in_a_record_is_text():
-    """A path is not obeyed as markup."""
+    """Markup in a path is escaped."""
     assert "[bold]run" in shown(inspection(path="[bold]run"))

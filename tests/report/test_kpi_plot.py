@@ -12,7 +12,7 @@ pytestmark = pytest.mark.draws
 
 @pytest.fixture
 def with_steps(write_run):
-    """Return a run's records with scorecards of training in its telemetry."""
+    """Return a run's records with scorecards from training in its telemetry."""
     records = load(write_run())
 
     def made(*payloads, **results):
@@ -29,12 +29,12 @@ def with_steps(write_run):
 def test_a_run_without_scorecards_in_training_has_no_such_plot(
     with_steps,
 ):
-    """Not even an empty one: nobody asked for it."""
+    """Without scorecards there is not even an empty plot."""
     assert plots.draw_kpis(with_steps()) == []
 
 
 def test_the_curves_are_named_and_their_ends_told(with_steps):
-    """What was asked, the last values, and which adapter was chosen by what."""
+    """The plot gives the question, the last values, and how the adapter was chosen."""
     (plot,) = plots.draw_kpis(
         with_steps(
             {"step": 2, "eval/parse_rate": 0.5, "eval/task_success": 0.0},
@@ -52,7 +52,7 @@ def test_the_curves_are_named_and_their_ends_told(with_steps):
 def test_a_kpi_that_is_no_share_has_the_axis_for_itself(
     with_steps,
 ):
-    """Milliseconds and shares have no scale in common."""
+    """Milliseconds and shares have no common scale."""
     (plot,) = plots.draw_kpis(
         with_steps(
             {"step": 2, "eval/parse_rate": 0.5, "eval/latency_ms": 400.0},
@@ -65,7 +65,7 @@ def test_a_kpi_that_is_no_share_has_the_axis_for_itself(
 
 
 def test_what_was_not_measured_says_why(with_steps):
-    """The reason stands in the place of the drawing."""
+    """The reason replaces the plot."""
     (plot,) = plots.draw_kpis(
         with_steps({"step": 2, "unknown": {"eval/task_success": "no sandbox"}})
     )

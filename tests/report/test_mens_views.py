@@ -1,4 +1,4 @@
-"""The mens trainer's files, whose keys and values are typed here by hand."""
+"""Files for the mens trainer, with keys and values written here by hand."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def manifest(**changes):
 
 
 def test_the_skips_of_a_manifest_typed_by_hand():
-    """Dropped documents are short, or have nothing to learn; the rest has its own reasons."""
+    """Dropped documents are short or unsupervised; other skips have their own reasons."""
     assert training_skip_stats(manifest()) == {
         "schema": "vox_mens_training_skip_stats_v1",
         "optimizer_steps_executed": 6,
@@ -78,7 +78,7 @@ def test_the_skips_of_a_manifest_typed_by_hand():
 
 
 def test_the_summary_of_a_manifest_typed_by_hand():
-    """Their keys, and one of ours; what no manifest has is null and says why."""
+    """The keys are theirs plus one of ours; unknown values are null with a reason."""
     found = run_summary(manifest())
     ours = found.pop("mens_exp")
     assert found == {
@@ -113,7 +113,7 @@ def test_the_summary_of_a_manifest_typed_by_hand():
 
 
 def test_rows_that_were_streamed_are_counted_as_far_as_they_were_read():
-    """The first window, in the inputs, is a part of them."""
+    """The first window, which the inputs record, is included."""
     rows = {"rows": 50, "bad": 2, "filtered": 4}
     read = {"documents": 40, "truncated": 1, "dropped": 4, "short": 1, "rows": rows}
     inputs = {"data": {"first_window": {"train_rows": 5, "train_dropped": 0}}}
@@ -128,7 +128,7 @@ def test_rows_that_were_streamed_are_counted_as_far_as_they_were_read():
 
 
 def test_the_filters_of_a_mix_s_sources_are_added_up():
-    """Each source has filters of its own, and the mix has one for all rows."""
+    """Each source has its own filters, and the mix has one for all rows."""
     sources = {
         "a": {"rows": 5, "refused": {"min_rating": 2}},
         "b": {"rows": 5, "refused": {"min_rating": 1, "language": 3}},
@@ -140,7 +140,7 @@ def test_the_filters_of_a_mix_s_sources_are_added_up():
 
 
 def test_what_a_run_never_reached_is_null_with_its_reason():
-    """No zero stands for what nobody counted."""
+    """An uncounted value is not shown as zero."""
     failed = manifest(status="failed", inputs={}, results={}, outputs={})
     stats, summary = training_skip_stats(failed), run_summary(failed)
     null = {name for name, value in stats.items() if value is None}
@@ -159,7 +159,7 @@ def test_what_a_run_never_reached_is_null_with_its_reason():
 
 
 def test_only_training_runs_get_the_files(tmp_path):
-    """An evaluation skips no rows to learn from."""
+    """An evaluation skips no training rows."""
     for task, expected in (("train", True), ("evaluate", False)):
         run = RunDir(tmp_path / task)
         run.path.mkdir()
@@ -170,7 +170,7 @@ def test_only_training_runs_get_the_files(tmp_path):
 
 
 def test_a_real_run_counts_what_it_left_out(train_in, tmp_path):
-    """Rows too long to reach their answer, a bad line and a filter, as they were written."""
+    """Rows too long for their answer, a bad line and a filter are counted from a real run."""
     rows = [{"prompt": f"Add {n}.", "response": f"x + {n}", "rating": 5} for n in range(40)]
     long = [{"prompt": "word " * 400 + str(n), "response": "y", "rating": 5} for n in range(3)]
     low = [{"prompt": f"Low {n}.", "response": "z", "rating": 1} for n in range(4)]

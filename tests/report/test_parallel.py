@@ -1,4 +1,4 @@
-"""Lines over factors that are numbers, words, or neither."""
+"""Parallel coordinates over numeric, categorical and constant factors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def line(cell, **values):
 
 @pytest.mark.parametrize("odd", ["nan", "inf", "-inf", "1e999"])
 def test_a_factor_without_an_end_lies_apart(odd):
-    """It has no place on a scale; the other value would have none beside it."""
+    """NaN and infinity have no place on the scale."""
     lines = [line(0, clip="1.0", loss=2.0), line(1, clip=odd, loss=3.0)]
     drawn = parallel(["clip", "loss"], lines, {})
     paths = [text.partition('"')[0] for text in drawn.split(' d="')[1:]]
@@ -24,7 +24,7 @@ def test_a_factor_without_an_end_lies_apart(odd):
 
 
 def test_numbers_lie_to_scale():
-    """Half-way between 0 and 10 is 5."""
+    """5 is half-way between 0 and 10."""
     lines = [line(number, r=text, loss=1.0) for number, text in enumerate(("0", "5", "10"))]
     paths = [
         text.partition('"')[0] for text in parallel(["r", "loss"], lines, {}).split(' d="')[1:]

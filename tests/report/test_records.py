@@ -9,7 +9,7 @@ from mens_exp.report.summary import load
 
 
 def test_load_reads_every_record(write_run):
-    """Three steps, two validations, two completions, and the documents beside them."""
+    """The run has three steps, two validations, two completions and the other documents."""
     records = load(write_run())
     assert [p["train/loss"] for p in records.payloads("step")] == [2.1, 1.8, 1.6]
     assert len(records.payloads("validation")) == 2
@@ -20,7 +20,7 @@ def test_load_reads_every_record(write_run):
 
 
 def test_load_needs_nothing_but_the_manifest(failed_run):
-    """A run that failed early has no other record."""
+    """A run that failed early has only a manifest."""
     records = load(failed_run)
     assert records.plan is None
     assert records.scorecard is None
@@ -29,7 +29,7 @@ def test_load_needs_nothing_but_the_manifest(failed_run):
 
 
 def test_load_refuses_a_directory_without_a_manifest(tmp_path):
-    """Without a manifest it is no run."""
+    """A directory without a manifest is not a run."""
     with pytest.raises(MensError, match=r"manifest\.json"):
         load(RunDir(tmp_path))
 
@@ -43,12 +43,12 @@ def test_load_refuses_a_damaged_plan(failed_run, text):
 
 
 def test_why_absent_prefers_the_recorded_reason(write_run):
-    """The manifest knows why there is no GPU memory; nothing says why there is no foo."""
+    """The manifest explains the missing GPU memory; for foo there is no reason."""
     records = load(write_run())
     assert records.why_absent("results.peak_cuda_bytes") == "this run used no GPU"
     assert records.why_absent("results.foo") == "not recorded"
 
 
 def test_why_absent_names_the_failure(failed_run):
-    """What a failed run did not record, it did not reach."""
+    """Values that a failed run lacks were not reached."""
     assert load(failed_run).why_absent("results.steps") == "not reached: the run failed"

@@ -24,7 +24,7 @@ def trial(number, **more):
 
 
 def searched(**more):
-    """Four trials of two objectives: two on the front, one beaten, one ended."""
+    """Return a search of two objectives: two trials on the front, one worse, one pruned."""
     dimension = {"key": "lora.r", "kind": "int", "values": [], "low": 1.0, "high": 8.0}
     search = {
         "sampler": "tpe",
@@ -83,7 +83,7 @@ def search_page(record):
 
 
 def test_the_page_shows_trials_best_and_drawings():
-    """With the way to each report; what others wrote is escaped."""
+    """Each trial links to its report, and text is escaped."""
     text = search_page(searched())
     assert text == search_page(searched())
     assert '<a href="0_job/report.html">0</a>' in text
@@ -96,7 +96,7 @@ def test_the_page_shows_trials_best_and_drawings():
 
 
 def test_two_objectives_have_progress_importance_and_a_front():
-    """And curves where trials may be ended by them; what is unknown has its reason."""
+    """Learning curves are drawn if trials can be pruned; unknown plots give a reason."""
     assert searched().search is not None
     found = {plot.name: plot for plot in search_drawings(searched().search)}
     assert list(found) == [
@@ -109,7 +109,7 @@ def test_two_objectives_have_progress_importance_and_a_front():
 
 
 def test_the_best_trial_is_repeated_with_all_that_was_fixed():
-    """The search's own settings and a drawn seed are left out; other seeds take its place."""
+    """The command omits the search's settings and a drawn seed, and adds other seeds."""
     fixed = ["model=tiny_llama", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=5"]
     fixed += ["hydra.sweep.dir=found", "hydra.launcher.n_jobs=2"]
     best = {**trial(0, values=[1.0, 2.0]), "params": {"seed": "seed=7", "lora.r": "lora.r=4"}}
@@ -120,14 +120,14 @@ def test_the_best_trial_is_repeated_with_all_that_was_fixed():
 
 
 def test_a_search_whose_experiment_chose_the_sweeper_has_no_next_command():
-    """The experiment would search again."""
+    """That experiment would start the search again."""
     record = searched(fixed=["experiment=mine"])
     record.command = ["experiment=mine"]
     assert not search_view.document(record).steps
 
 
 def test_a_search_without_results_says_so():
-    """Each drawing has its reason, and the exit of an empty front is no crash."""
+    """Each plot has a reason, and an empty front is not an error."""
     record = searched(trials=[], best=[], importance={}, importance_unknown="too few")
     assert record.search is not None
     reasons = {plot.absent for plot in search_drawings(record.search)}
@@ -136,7 +136,7 @@ def test_a_search_without_results_says_so():
 
 
 def test_the_terminal_says_what_is_drawn_and_what_is_best(screen):
-    """Before the first trial, and after the last."""
+    """It is shown before the first trial and after the last."""
     before = screen(space_parts(searched()), 120)
     assert "1 to 8, whole numbers, even in the logarithm" in before
     assert "minimize val_loss, minimize peak_bytes; sampler tpe, seed 3, pruner median" in before
@@ -153,7 +153,7 @@ def test_the_terminal_says_what_is_drawn_and_what_is_best(screen):
     ],
 )
 def test_a_key_says_what_it_is_drawn_from(more, text):
-    """Choices, ends, steps."""
+    """Choices, bounds and steps are shown."""
     usual = {"key": "k", "values": [], "low": None, "high": None, "step": None, "log": False}
     assert drawn_from({**usual, **more}) == text
 
@@ -161,14 +161,14 @@ def test_a_key_says_what_it_is_drawn_from(more, text):
 @pytest.mark.parametrize(
     ("directions", "between"),
     [
-        (["minimize", "maximize"], 0.5),  # up to x = 2 the better of the two is not to be had
+        (["minimize", "maximize"], 0.5),  # the better trial needs x > 2
         (["maximize", "maximize"], 0.9),
         (["maximize", "minimize"], 0.9),
         (["minimize", "minimize"], 0.5),
     ],
 )
 def test_a_front_claims_no_more_than_its_trials(monkeypatch, directions, between):
-    """Between two trials the line has the value of the one whose x is allowed there."""
+    """Between two trials the line keeps the value that is feasible there."""
     from matplotlib.figure import Figure
 
     lines = {}

@@ -5,12 +5,12 @@ from mens_exp.report.summary import load
 
 
 def compared(records):
-    """Return the rows by their names: planned, measured, ratio and basis as cells."""
+    """Return the rows by name, with planned, measured, ratio and basis as cells."""
     return {row[0]: row[1:] for row in sections.compared(records)}
 
 
 def test_compared_puts_measured_beside_planned(write_run):
-    """6,000 of 6,144 tokens are 0.98; 274.4 of 262 seconds are 1.05."""
+    """By hand: 6,000 of 6,144 tokens are 0.98; 274.4 of 262 seconds are 1.05."""
     rows = compared(load(write_run()))
     assert rows["steps"][2].text == "as planned"
     planned, _, ratio, _ = rows["tokens"]
@@ -21,27 +21,27 @@ def test_compared_puts_measured_beside_planned(write_run):
 
 
 def test_compared_takes_the_gpu_where_there_is_one(write_run):
-    """A plan for a GPU is a plan for its memory."""
+    """A plan for a GPU predicts GPU memory."""
     rows = compared(load(write_run(results={"peak_cuda_bytes": 1024**3}, unknown={})))
     assert rows["peak GPU memory"][1].text == "1.00 GiB"
     assert "peak resident memory" not in rows
 
 
 def test_a_run_without_a_plan_says_so(failed_run):
-    """Nothing was predicted."""
+    """There is nothing to compare."""
     (note,) = sections.planned(load(failed_run)).parts
     assert note.text == "There is no plan next to this run."
 
 
 def test_a_null_fact_shows_its_reason(write_run):
-    """Unknown is null with a reason."""
+    """An unknown fact is shown as its reason."""
     run = write_run(facts={"attention": None}, unknown={"facts.attention": "no batch was seen"})
     (cell,) = sections.facts(load(run))
     assert (cell.label, cell.text, cell.absent) == ("attention", "", "no batch was seen")
 
 
 def test_inputs_keep_what_belongs_together(write_run):
-    """The record's keys are sorted; the table's are not."""
+    """Keys of the record are sorted, and rows of the table are grouped."""
     labels = [cell.label for cell in sections.inputs(load(write_run()))]
     assert labels == [
         "base model",
@@ -53,7 +53,7 @@ def test_inputs_keep_what_belongs_together(write_run):
 
 
 def test_attempts_are_told_when_there_were_several(write_run):
-    """A resumed run says from where."""
+    """For a resumed run the starting checkpoint is shown."""
     first = {
         "started_utc": "2026-11-20T05:58:01.123Z",
         "ended_utc": None,

@@ -25,7 +25,7 @@ def test_val_loss_is_better_when_lower(write_run, tuned, change, tone):
 
 
 def test_val_loss_falls_back_on_telemetry(write_run):
-    """A killed run has no results, but it did validate."""
+    """A killed run has no results but may have validations."""
     pair = summary.val_loss(load(write_run(results={})))
     assert (pair.base.text, pair.tuned.text) == ("2.0000", "1.5000")
 
@@ -35,14 +35,14 @@ def test_val_loss_falls_back_on_telemetry(write_run):
     [(3, 6, "adapter of step 3 of 6"), (6, 6, ""), (None, 6, ""), (3, None, "")],
 )
 def test_an_adapter_that_is_not_the_last_says_which_it_is(write_run, step, steps, detail):
-    """Beside the tuned loss, which is that adapter's."""
+    """The step is shown beside the tuned loss, which belongs to that adapter."""
     results = {"tuned_val_loss": 1.5, "adapter_step": step, "steps": steps}
     pair = summary.val_loss(load(write_run(results=results)))
     assert (pair.tuned.detail, pair.base.detail) == (detail, "")
 
 
 def test_parse_rate_carries_its_counts(write_run):
-    """10 and 14 of 16; one of 16 items is 6.25 points."""
+    """10 and 14 of 16 parse; one of 16 items is 6.25 points."""
     pair = summary.parse_rate(load(write_run()))
     assert (pair.base.text, pair.base.detail) == ("62.5%", "10 of 16")
     assert (pair.change, pair.tone) == ("+25.0 points", "good")
@@ -50,7 +50,7 @@ def test_parse_rate_carries_its_counts(write_run):
 
 
 def test_a_failed_run_has_reasons_for_every_reading(failed_run):
-    """No number is made up."""
+    """No value is invented."""
     records = load(failed_run)
     pairs = (summary.val_loss(records), summary.parse_rate(records))
     cells = [*summary.cost(records), *(side for p in pairs for side in (p.base, p.tuned))]
@@ -59,7 +59,7 @@ def test_a_failed_run_has_reasons_for_every_reading(failed_run):
 
 
 def test_headline_says_what_changed(write_run):
-    """One sentence with both losses."""
+    """One sentence has both losses."""
     assert summary.headline(load(write_run())) == (
         "After 3 steps the validation loss is 1.5000 nats per token; "
         "the base model's is 2.0000 (\N{MINUS SIGN}25.0%)."
@@ -67,18 +67,18 @@ def test_headline_says_what_changed(write_run):
 
 
 def test_headline_of_a_failed_run_claims_nothing(failed_run):
-    """It says that the run failed."""
+    """It only says that the run failed."""
     assert summary.headline(load(failed_run)).startswith("The run failed")
 
 
 def test_command_survives_a_shell(write_run):
-    """An override with a space is one word again."""
+    """An override with a space is parsed back as one word."""
     words = shlex.split(summary.command(load(write_run())))
     assert words == ["python", "-m", "mens_exp", "optim.lr=2e-4", "data.path=my rows.jsonl"]
 
 
 def test_answers_to_one_prompt_stand_together(write_run, item):
-    """Two items, one of them completed by the base model only."""
+    """Of two items one was completed only by the base model."""
     events = [item("base", "a", item_id="x"), item("base", "b"), item("tuned", "c", item_id="x")]
     first, second = summary.items(load(write_run(events)))
     assert [(one.who, one.text) for one in first.answers] == [("base", "a"), ("tuned", "c")]
@@ -88,7 +88,7 @@ def test_answers_to_one_prompt_stand_together(write_run, item):
 def test_bits_per_byte_stand_beside_the_loss_where_they_are_known(
     write_run,
 ):
-    """Half the bits is better; a run that could not tell has no such row."""
+    """Lower is better; without values there is no row."""
     known = {"base_val_bits_per_byte": 1.0, "tuned_val_bits_per_byte": 0.5, "val_text_bytes": 100}
     losses = {"base_val_loss": 2.0, "tuned_val_loss": 1.0}
     pairs = summary.pairs(load(write_run(results=losses | known)))
@@ -101,7 +101,7 @@ def test_bits_per_byte_stand_beside_the_loss_where_they_are_known(
 
 
 def scored(run, *, sandbox):
-    """Put a scorecard of tasks in the place of the run's own."""
+    """Replace the run's scorecard by one of tasks."""
     Scorecard(
         suite="mini_python",
         suite_digest="ab" * 32,
@@ -116,7 +116,7 @@ def scored(run, *, sandbox):
 
 
 def test_tasks_done_stand_before_what_parses(write_run):
-    """In points, named by their suite."""
+    """The gain is in points, and the suite is named."""
     run = write_run()
     scored(run, sandbox="bubblewrap")
     tasks, parses = summary.pairs(load(run))[-2:]
@@ -132,7 +132,7 @@ def test_tasks_done_stand_before_what_parses(write_run):
 
 
 def test_programs_without_isolation_are_told_everywhere(write_run, screen):
-    """In the report, the card and the terminal."""
+    """The report, the card and the terminal all say so."""
     run = write_run()
     scored(run, sandbox="unsafe")
     records = load(run)
@@ -154,6 +154,6 @@ def test_programs_without_isolation_are_told_everywhere(write_run, screen):
     ],
 )
 def test_an_outcome_says_the_most_that_is_known(item, changes, words, tone):
-    """A task that is done tells more than an answer that parses."""
+    """Task success is shown rather than parsing if both are known."""
     outcome = summary.outcome_of(item("base", "x", **changes))
     assert (outcome.words, outcome.tone) == (words, tone)

@@ -49,7 +49,7 @@ def record(**more):
 
 
 def test_the_table_before_shows_what_each_cell_takes_and_the_sum(screen):
-    """Two CPU jobs at a time are no faster than one by one; their memory adds up."""
+    """Two parallel CPU jobs save no time, and their memory adds up."""
     text = screen(planned_parts(record()), 160)
     assert "≈ 30 min 00 s" in text
     assert "01234567" in text
@@ -59,7 +59,7 @@ def test_the_table_before_shows_what_each_cell_takes_and_the_sum(screen):
 
 
 def test_jobs_on_gpus_of_their_own_share_the_time(screen):
-    """Two GPUs and two jobs at a time take half."""
+    """Two GPUs with two parallel jobs take half of the time."""
     made = record(gpus=["0", "1"])
     for job in made.jobs:
         job["estimate"]["device"] = "cuda"
@@ -67,7 +67,7 @@ def test_jobs_on_gpus_of_their_own_share_the_time(screen):
 
 
 def test_jobs_of_several_gpus_take_as_many_at_a_time(screen):
-    """Four GPUs are two places for jobs of two."""
+    """Four GPUs run two jobs of two GPUs at a time."""
     made = record(gpus=["0", "1", "2", "3"], gpus_per_job=2, n_jobs=4)
     made.jobs += [dict(job) for job in made.jobs]
     for job in made.jobs:
@@ -77,20 +77,20 @@ def test_jobs_of_several_gpus_take_as_many_at_a_time(screen):
 
 
 def test_jobs_in_a_queue_share_nothing(screen):
-    """Each has cores of its own, as many at a time as there are cells at most."""
+    """Each has its own cores, and at most all cells run at once."""
     text = screen(planned_parts(record(launcher="slurm", n_jobs=256)), 160)
     assert "2 cells, 2 at a time, 1 thread each: ≈ 30 min 00 s" in text
 
 
 def test_an_unknown_time_is_no_sum(screen):
-    """Where one cell's is unknown, so is the whole."""
+    """If one cell's time is unknown, so is the total."""
     made = record()
     made.jobs[0]["estimate"]["time_s"] = None
     assert "1 thread each: –, " in screen(planned_parts(made), 160)
 
 
 def test_the_table_after_shows_states_losses_and_reasons(screen):
-    """And counts them; control characters are shown, not obeyed."""
+    """It also counts the states; control characters are made visible."""
     text = screen(result_parts(record()), 160)
     assert "1.2346" in text
     assert "1 min 01 s" in text
@@ -100,7 +100,7 @@ def test_the_table_after_shows_states_losses_and_reasons(screen):
 
 
 def test_a_line_tells_progress_and_reason():
-    """How many are done, which cell, what and why."""
+    """The line has the number done, the cell, the state and the reason."""
     made = record()
     text = job_line(made, made.jobs[1], "failed", "no rows")
     assert text == "[1/2] cell 1 (seed=1, lora=qv) failed: no rows"

@@ -36,7 +36,7 @@ def outcome(screen):
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_plan_table_keeps_every_number_whole(plan, width, shown_plan):
-    """Estimates carry "≈" and what they rest on."""
+    """Estimates are marked "≈" and give their basis."""
     text = shown_plan(plan, width)
     shown = (
         "r 16 · alpha 16",
@@ -63,7 +63,7 @@ def test_plan_table_marks_only_estimates(plan, shown_plan):
 
 
 def test_plan_table_says_unknown_where_there_is_no_estimate(plan, shown_plan):
-    """Null is shown with its basis, not as a number."""
+    """Null is shown with its basis and not as a number."""
     plan["time_s"] = {"estimate": None, "basis": "this machine was never measured"}
     plan["trainable_parameters"] = None
     text = shown_plan(plan)
@@ -73,7 +73,7 @@ def test_plan_table_says_unknown_where_there_is_no_estimate(plan, shown_plan):
 
 
 def test_plan_table_shows_what_the_planner_says(plan, shown_plan):
-    """Graph, layers, coverage, batch, intervals, disk, contract, notes and problems."""
+    """All parts of the plan and its problems are shown."""
     plan |= {
         "graph_id": "proxy_stack_v1_residual",
         "layers": 30,
@@ -119,7 +119,7 @@ def test_plan_table_shows_what_the_planner_says(plan, shown_plan):
 
 
 def test_plan_table_shows_settings_beside_our_defaults(plan, shown_plan):
-    """As typed; names, the model and what our defaults lack are said elsewhere."""
+    """Only settings that both sides have are shown, without names and the model's dimensions."""
     plan["differs_from_default"] = {
         "lora.targets": {"default": ["all_linear"], "found": ["qv"]},
         "backend.name": {"default": "qlora", "found": "proxy"},
@@ -135,7 +135,7 @@ def test_plan_table_shows_settings_beside_our_defaults(plan, shown_plan):
 
 
 def test_plan_table_leaves_a_stack_that_nobody_has_read_open(plan, shown_plan):
-    """Where the headers are not here, what is expected is all that is known."""
+    """If the headers are not local, the table shows what is expected."""
     plan["proxy"] = {"eligible": True, "complete": None, "matched": None, "expected": 30}
     text = shown_plan(plan)
     assert "\n              30 middle projections" in text
@@ -143,7 +143,7 @@ def test_plan_table_leaves_a_stack_that_nobody_has_read_open(plan, shown_plan):
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_outcome_keeps_every_number_whole(write_run, outcome, width):
-    """Base beside tuned, and what it cost."""
+    """Base, tuned and the cost are shown in full."""
     text = outcome(write_run(), width)
     shown = ("2.0000", "1.5000", "\N{MINUS SIGN}25.0%", "62.5%", "87.5%", "+25.0 points")
     costs = ("10 of 16", "332 (441 counting every token)", "2.11 GiB", "6 min 40 s")
@@ -153,7 +153,7 @@ def test_outcome_keeps_every_number_whole(write_run, outcome, width):
 
 
 def test_outcome_answers_what_a_reader_asks(write_run, outcome):
-    """In words, with a mark for readers who see no colour."""
+    """Answers are in words, with marks for readers without colour."""
     text = outcome(write_run())
     assert "✓ Did it learn?\nYes: validation loss \N{MINUS SIGN}25.0%" in text
     assert "! The code had uncommitted changes" in text
@@ -164,14 +164,14 @@ def test_outcome_answers_what_a_reader_asks(write_run, outcome):
 
 
 def test_outcome_says_that_training_ended_before_its_last_step(write_run, outcome, plan):
-    """A callback may have asked for it; the figures are those of a shorter run."""
+    """A callback may have stopped it, so the figures are those of a shorter run."""
     assert "Training ended" not in outcome(write_run(results={"steps": plan["steps"]}))
     text = outcome(write_run(results={"steps": plan["steps"] - 1}))
     assert f"! Training ended after step {plan['steps'] - 1} of {plan['steps']}." in text
 
 
 def test_completions_stand_side_by_side(item, write_run, outcome):
-    """Both on one line of the terminal, each with its outcome."""
+    """Both are on one line with their outcomes."""
     events = [item("base", "left", parses=False, finished=False), item("tuned", "right")]
     text = outcome(write_run(events))
     assert re.search(r"^left +│ right$", text, re.MULTILINE)
@@ -181,7 +181,7 @@ def test_completions_stand_side_by_side(item, write_run, outcome):
 
 
 def test_completions_are_below_each_other_in_a_pipe(item, screen):
-    """Where nobody looks, nothing is wrapped or side by side."""
+    """In a pipe nothing is wrapped or placed side by side."""
     words = "word " * 60
     asked = Item(name="a", prompt="p", answers=[Answer(who="base", text=words)] * 2)
     assert screen([asked], 10_000, is_plain=True).splitlines()[2:] == [
@@ -194,7 +194,7 @@ def test_completions_are_below_each_other_in_a_pipe(item, screen):
 
 
 def test_the_first_answers_are_shown_and_long_ones_are_cut(item, write_run, outcome):
-    """The report has the others: three items, and 15 of 100 lines."""
+    """Three items and 15 of 100 lines are shown; the report has the rest."""
     events = [item("base", f"text {n}", item_id=str(n)) for n in range(4)]
     text = outcome(write_run(events))
     assert "text 2" in text
@@ -206,14 +206,14 @@ def test_the_first_answers_are_shown_and_long_ones_are_cut(item, write_run, outc
 
 
 def test_answers_neither_obey_escapes_nor_markup(item, write_run, outcome):
-    """A model's text cannot clear the screen, nor end in an error of markup."""
+    """A model's text cannot clear the screen or cause a markup error."""
     text = outcome(write_run([item("base", "\x1b[2J [/red] [bold]x[/bold]")]))
     assert "\x1b" not in text
     assert "\\x1b[2J [/red] [bold]x[/bold]" in text
 
 
 def test_conditions_of_a_suite_s_own_are_shown_by_name(item, write_run, outcome):
-    """They are neither base nor tuned, which nobody asked."""
+    """They are neither base nor tuned, which were not run."""
     told = {"first": "one", "second": "two"}
     events = [{**item("base", said), "condition": name} for name, said in told.items()]
     text = outcome(write_run(events))
@@ -222,14 +222,14 @@ def test_conditions_of_a_suite_s_own_are_shown_by_name(item, write_run, outcome)
 
 
 def test_an_answer_in_which_nothing_is_to_be_seen_is_described(item, write_run, outcome):
-    """Line breaks alone would be empty lines; an empty text says that it is empty."""
+    """Blank and empty texts are described in words."""
     text = outcome(write_run([item("base", "\n\n"), item("tuned", "")]))
     assert "white space only" in text
     assert "empty" in text
 
 
 def test_answers_of_random_weights_are_not_shown(item, write_run, outcome):
-    """They are noise, and no first result for a newcomer."""
+    """They are noise."""
     inputs = {"base_model": "tiny_llama", "base_source": "random"}
     text = outcome(write_run([item("base", "gibberish", parses=False)], inputs=inputs))
     assert "gibberish" not in text
@@ -274,13 +274,13 @@ ROW = ("lora.r=16", "\N{MINUS SIGN}0.1468", "no difference found in these seeds"
     ],
 )
 def test_a_table_breaks_no_word(screen, width, lines):
-    """Words share the room that figures leave; where some word has none, rows are lists."""
+    """Words share the width that numbers leave; if one does not fit, rows become lists."""
     assert screen([Table(HEADS, [ROW])], width).splitlines() == lines
 
 
 @pytest.mark.parametrize("width", range(20, 100, 7))
 def test_no_line_is_wider_than_the_screen_and_no_word_is_broken(screen, width):
-    """Whatever the width, as far as its longest word allows; wide characters count twice."""
+    """This holds at any width that fits the longest word; wide characters count twice."""
     words = "équilibre 平衡 lora.targets=[q_proj] a"
     rows = [[Cell("name", detail=words), words, "12.5%"]] * 2
     parts = [Table(("a", "b", "c"), rows, title=words), Note(words, Tone.WARN)]
@@ -292,7 +292,7 @@ def test_no_line_is_wider_than_the_screen_and_no_word_is_broken(screen, width):
 
 
 def test_nothing_is_ruled_or_wrapped_in_a_pipe(monkeypatch):
-    """One row, one line, for grep and cut; no colour."""
+    """Each row is one line without colour, for grep and cut."""
     monkeypatch.delenv("COLUMNS", raising=False)
     on = terminal.console()
     on.file = io.StringIO()
@@ -305,7 +305,7 @@ def test_nothing_is_ruled_or_wrapped_in_a_pipe(monkeypatch):
 
 @pytest.mark.parametrize(("variable", "colours"), [(None, True), ("NO_COLOR", False)])
 def test_colours_can_be_switched_off(monkeypatch, variable, colours):
-    """NO_COLOR takes the colours and leaves the marks (no-color.org)."""
+    """NO_COLOR removes colours and keeps the marks (no-color.org)."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -321,7 +321,7 @@ def test_colours_can_be_switched_off(monkeypatch, variable, colours):
 
 
 def test_the_next_command_stands_on_a_line_of_its_own():
-    """It can be copied; only the likeliest is shown."""
+    """Only the most likely command is shown, ready to copy."""
     on = Console(file=io.StringIO(), width=20)
     terminal.say_next(
         [Step("python -m mens_exp task=chat path=x", "ask it"), Step("b", "c")], on=on
@@ -330,7 +330,7 @@ def test_the_next_command_stands_on_a_line_of_its_own():
 
 
 def test_facts_hang_behind_their_names(screen):
-    """Wrapped at words, with the reason where there is no value."""
+    """Values wrap at words, and missing ones show their reason."""
     facts = Facts([Cell("one two three", label="a"), Cell(label="long", absent="why")])
     assert screen([facts], 14).splitlines() == ["a     one two", "      three", "long  why"]
 
@@ -340,7 +340,7 @@ def problems(errors, width=80):
 
 
 def test_problems_are_each_spelled_out():
-    """Where, what, found, expected and next; a bundle is taken apart."""
+    """Each has place, problem, found, expected and remedy; bundles are split."""
     errors = [
         ConfigError("must be at least 1", where="lora.r", found=0, expected="1 or more"),
         Problems([DataError("not JSON", where="rows.jsonl:3", found="[red]", remedy="fix it")]),
@@ -356,7 +356,7 @@ def test_problems_are_each_spelled_out():
 
 
 def test_a_problem_is_wrapped_between_words():
-    """Its second line stands below the first."""
+    """The second line is indented below the first."""
     error = DataError("bad", remedy="put it back, or go on all the same")
     assert problems([error], 30).splitlines()[1:] == [
         "  next      put it back, or go",
@@ -365,13 +365,13 @@ def test_a_problem_is_wrapped_between_words():
 
 
 def test_a_long_path_in_a_problem_stays_one_word():
-    """It can be copied from a terminal of any width."""
+    """It can be copied at any terminal width."""
     path = "/data/" + "x" * 200
     assert f"{path}:\nno such file" == problems([DataError("no such file", where=path)])
 
 
 def test_plan_table_says_how_rows_were_chosen(plan, shown_plan):
-    """What was put aside, what filters refused, and what of each source was drawn."""
+    """Quarantined and filtered rows are shown, and the rows drawn from each source."""
     plan["data"] |= {
         "quarantined": {"rows": 1000, "bad": 3, "reasons": {"the line is blank": 3}},
         "filtered": {"rows": 997, "kept": 900, "refused": {"min_rating": 97, "language": 0}},

@@ -20,7 +20,7 @@ TOKENS = {
 
 
 class Tokens:
-    """A byte-level tokenizer of eight tokens."""
+    """A byte-level tokenizer with eight tokens."""
 
     @property
     def special_ids(self):
@@ -38,7 +38,7 @@ def drawn(ids, supervised, cut=0):
 
 
 def lines(text):
-    """Return what a pipe gets."""
+    """Return the lines for a pipe."""
     console = Console(file=io.StringIO(), width=200, color_system=None)
     console.print(text, soft_wrap=True, end="")
     assert isinstance(console.file, io.StringIO)
@@ -46,7 +46,7 @@ def lines(text):
 
 
 def test_trained_tokens_stand_in_brackets():
-    """Bars between tokens; nothing of it needs colour."""
+    """Bars separate tokens, and no colour is needed."""
     assert lines(drawn([1, 2, 1, 0, 1], [0, 0, 1, 1, 0])) == [
         "Row 1: 5 tokens, 2 trained",
         "Say│·hi⟦Say│<|end|>⟧Say",
@@ -54,7 +54,7 @@ def test_trained_tokens_stand_in_brackets():
 
 
 def test_colour_says_the_same():
-    """Trained tokens are coloured and underlined, control tokens bold."""
+    """Supervised tokens are coloured and underlined, control tokens bold."""
     text = drawn([1, 0], [0, 1])
     styles = {text.plain[span.start : span.end]: str(span.style) for span in text.spans}
     assert styles["<|end|>"] == "cyan underline bold magenta"
@@ -63,38 +63,38 @@ def test_colour_says_the_same():
 
 
 def test_first_token_can_be_trained():
-    """And the last: the bracket closes."""
+    """If the last token is supervised, the bracket is closed."""
     assert lines(drawn([1, 2], [1, 1]))[1] == "⟦Say│·hi⟧"
 
 
 def test_tokens_of_one_character_stand_together():
-    """With how many they are: half a character is no text."""
+    """Tokens that share one character are grouped with their count."""
     assert lines(drawn([1, 4, 5, 1], [0, 0, 0, 0]))[1] == "Say│é‥2│Say"
 
 
 def test_half_a_character_at_an_edge_is_shown_as_such():
-    """What is trained is never mixed with what is not, and the end is the end."""
+    """Supervised and other bytes of one character are never merged."""
     assert lines(drawn([4, 5], [0, 1]))[1].startswith("\ufffd⟦")
     assert lines(drawn([1, 4], [0, 0]))[1] == "Say│\ufffd"
 
 
 def test_white_space_and_control_characters_are_visible():
-    """And never obeyed: a row cannot colour the terminal."""
+    """They are never sent to the terminal."""
     assert lines(drawn([6, 3, 7], [0, 0, 0]))[1:] == ["··│⏎", "│\\x1b[31m"]
 
 
 @pytest.mark.parametrize(("cut", "told"), [(0, False), (7, True)])
 def test_what_the_limit_took_is_counted(cut, told):
-    """A row that lost its end looks whole otherwise."""
+    """Otherwise a truncated row would look complete."""
     assert ("7 cut off" in lines(drawn([1], [0], cut))[0]) is told
 
 
 def test_dropped_row_is_told():
-    """It is trained on nowhere."""
+    """It is not trained on."""
     assert lines(dropped_row("Row 2", 1, 64))[0].startswith("Row 2: a document of it is dropped")
     assert "2 documents of it are dropped" in lines(dropped_row("Row 2", 2, 64))[0]
 
 
 def test_legend_names_every_sign():
-    """Brackets, bars, dots and newlines."""
+    """Brackets, bars, dots and newlines are explained."""
     assert all(sign in token_legend().plain for sign in "⟦⟧│·⏎")

@@ -17,7 +17,7 @@ from mens_exp.report import wording
     ],
 )
 def test_duration_uses_the_two_largest_units(seconds, shown):
-    """A carry moves to the next unit; 60 seconds are never shown."""
+    """Rounding carries into the next unit, so 60 seconds are never shown."""
     assert wording.duration(seconds) == shown
 
 
@@ -26,12 +26,12 @@ def test_duration_uses_the_two_largest_units(seconds, shown):
     [(512, "512 B"), (78 * 1024**2, "78 MiB"), (2268000000, "2.11 GiB"), (3 * 1024**4, "3.00 TiB")],
 )
 def test_size_is_in_binary_units(size, shown):
-    """2,268,000,000 / 1,073,741,824 is 2.11."""
+    """By hand: 2,268,000,000 / 1,073,741,824 is 2.11."""
     assert wording.size(size) == shown
 
 
 def test_differences_carry_their_sign():
-    """A fall is written with a minus sign, a rise with a plus sign."""
+    """A decrease has a minus sign, an increase a plus sign."""
     assert wording.percent(-0.208, signed=True) == "\N{MINUS SIGN}20.8%"
     assert wording.percent(0.875) == "87.5%"
     assert [wording.level(one) for one in (0.95, 1 - 0.001, 0.8)] == ["95%", "99.9%", "80%"]
@@ -39,17 +39,17 @@ def test_differences_carry_their_sign():
 
 
 def test_visible_shows_controls_instead_of_obeying_them():
-    """An escape sequence of a terminal becomes text; line breaks and tabs stay."""
+    """Escape sequences become text; line breaks and tabs stay."""
     assert wording.visible("a\x1b[31mb\r\n\tc\x00") == "a\\x1b[31mb\n\tc\\x00"
 
 
 def test_visible_replaces_a_lone_surrogate():
-    """JSON can carry a lone surrogate and UTF-8 cannot."""
+    """JSON can contain a lone surrogate, which UTF-8 cannot encode."""
     assert wording.visible("a\ud800b") == "a\ufffd\ufffd\ufffdb"
 
 
 def test_as_text_tells_units_by_the_key():
-    """The record's own names carry the units."""
+    """Keys of the record end with their unit."""
     assert wording.as_text(2268000000, "peak_rss_bytes") == "2.11 GiB"
     assert wording.as_text(274.4, "train_s") == "4 min 34 s"
     assert wording.as_text(441.2, "tokens_per_s") == "441"

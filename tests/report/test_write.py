@@ -12,7 +12,7 @@ from mens_exp.report.write import write_report
 def test_write_report_writes_four_files_and_nothing_else(
     write_run,
 ):
-    """No temporary file stays behind, and a second time gives the same bytes."""
+    """No temporary file remains, and writing again gives the same bytes."""
     run = write_run()
     before = set(run.path.iterdir())
     write_report(run)
@@ -24,7 +24,7 @@ def test_write_report_writes_four_files_and_nothing_else(
 
 
 def test_write_report_of_a_failed_run(failed_run):
-    """A failure has a report as well."""
+    """A failed run gets a report too."""
     write_report(failed_run)
     assert failed_run.report.is_file()
 
@@ -37,7 +37,7 @@ def test_write_report_of_no_run_writes_nothing(tmp_path):
 
 
 def test_templates_are_part_of_the_package():
-    """They are found through the package, from a checkout and from a wheel."""
+    """They are found from a checkout and from a wheel."""
     names = {entry.name for entry in files("mens_exp.report").joinpath("templates").iterdir()}
     pages = {f"{name}.html.j2" for name in ("fragment", "page", "parts")}
     assert names == {*pages, "model_card.md.j2", "report.css", "report.js", "terms.yaml"}

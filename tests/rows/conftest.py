@@ -1,4 +1,4 @@
-"""Tokenizers under small copies of the chat templates that models are published with."""
+"""Tokenizers with small copies of published chat templates."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CONFIGS = {
 
 @pytest.fixture(scope="session")
 def published(tmp_path_factory):
-    """Read a byte-level tokenizer with the control tokens and the template of a model family.
+    """Return a byte-level tokenizer with a model family's control tokens and template.
 
     `rstrip` gives control tokens the flag that Phi-3's have: they swallow white space behind.
     """
@@ -45,7 +45,7 @@ def published(tmp_path_factory):
     def read(name, *, rstrip=False, template=None):
         directory = tmp_path_factory.mktemp(name)
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        # A pair of newlines is one token, as in every tokenizer in use: seams can be straddled.
+        # Two newlines are one token, as in common tokenizers, so a token can span two parts.
         vocab = {token: i for i, token in enumerate([*alphabet, "ĊĊ"])}
         core = Tokenizer(models.BPE(vocab=vocab, merges=[("Ċ", "Ċ")]))
         core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

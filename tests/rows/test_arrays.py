@@ -14,13 +14,13 @@ PIECES = {"b": [np.array([1, 2], np.int32), np.array([3], np.int32)], "a": [np.a
 
 @pytest.fixture
 def stored(tmp_path):
-    """Two arrays, of which the one that comes first is not the first by name."""
+    """Return two arrays whose order differs from that of their names."""
     files.store_arrays(tmp_path / "kept", PIECES, lambda sha256: {"told": sha256})
     return tmp_path / "kept"
 
 
 def test_pieces_come_back_as_one_array(stored):
-    """Of the same type; also where there is nothing in them."""
+    """Chunks are joined into one array of the same type, even if empty."""
     found = files.open_arrays(stored)
     assert found is not None
     assert {name: one.tolist() for name, one in found[0].items()} == {"b": [1, 2, 3], "a": []}
@@ -28,14 +28,14 @@ def test_pieces_come_back_as_one_array(stored):
 
 
 def test_the_hash_is_that_of_the_content_in_its_order(stored):
-    """Little-endian numbers one after the other, no headers."""
+    """The digest is over the little-endian values of each array in order, without headers."""
     meta = files.arrays_meta(stored)
     assert meta is not None
     assert meta["told"] == hashlib.sha256(bytes([1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0])).hexdigest()
 
 
 def test_arrays_are_mapped_and_cannot_be_written(stored):
-    """They stay on the disk until they are read, and a slip cannot change the cache."""
+    """Arrays are memory-mapped read-only, so the cache cannot be changed by accident."""
     found = files.open_arrays(stored)
     assert found is not None
     assert isinstance(found[0]["b"], np.memmap)
@@ -44,7 +44,7 @@ def test_arrays_are_mapped_and_cannot_be_written(stored):
 
 
 def test_arrays_that_were_let_go_are_read_again(stored):
-    """The same; an array that is not mapped, or empty, is left alone."""
+    """Released arrays are mapped again; others, and empty ones, are left alone."""
     found = files.open_arrays(stored)
     assert found is not None
     plain = np.array([7])
@@ -54,7 +54,7 @@ def test_arrays_that_were_let_go_are_read_again(stored):
 
 @pytest.mark.parametrize("change", ["arrays", "content_sha256", "told"])
 def test_a_changed_record_is_no_record(stored, change):
-    """Its own hash covers each of its fields."""
+    """The record has a digest of all its fields."""
     record = json.loads((stored / "meta.json").read_text("utf-8"))
     record[change] = "other"
     (stored / "meta.json").write_text(json.dumps(record), "utf-8")
@@ -63,21 +63,21 @@ def test_a_changed_record_is_no_record(stored, change):
 
 
 def test_bytes_behind_an_array_are_damage(stored):
-    """Its size is on record."""
+    """The record has the size of each array."""
     with (stored / "b.npy").open("ab") as file:
         file.write(b"\0\0\0\0")
     assert files.open_arrays(stored) is None
 
 
 def test_arrays_are_hashed_every_time(stored, monkeypatch):
-    """So that even what a disk changed by itself is found."""
+    """Digests are checked at each opening, which finds even silent disk errors."""
     assert files.open_arrays(stored) is not None
     monkeypatch.setattr(files, "_content", lambda *_: "not this")
     assert files.open_arrays(stored) is None
 
 
 def test_a_flipped_bit_is_found_although_its_time_was_set_back(stored):
-    """Size and times of the file are those of before."""
+    """Size and modification time of the file are unchanged."""
     assert files.open_arrays(stored) is not None
     path = stored / "b.npy"
     before = path.stat()

@@ -50,7 +50,7 @@ def same(first, second):
 
 
 def test_second_call_reads_what_the_first_wrote(tmp_path):
-    """The same arrays, types and counts, without building them again."""
+    """Arrays, types and counts are equal, and nothing is built again."""
     build = Builder()
     first, counts = encoded(tmp_path, KEY, build)
     second, again = encoded(tmp_path, KEY, build)
@@ -60,7 +60,7 @@ def test_second_call_reads_what_the_first_wrote(tmp_path):
 
 
 def test_counts_are_those_of_the_documents(tmp_path):
-    """Two documents, five tokens, three of them learned; also without opening the arrays."""
+    """Two documents with five tokens, three supervised, are counted without opening the arrays."""
     _, counts = encoded(tmp_path, KEY, Builder())
     numbers = (counts.documents, counts.tokens, counts.supervised_tokens)
     assert (numbers, counts.truncated, counts.dropped) == ((2, 5, 3), 2, 1)
@@ -68,13 +68,13 @@ def test_counts_are_those_of_the_documents(tmp_path):
 
 
 def test_nothing_is_known_of_what_was_never_built(tmp_path):
-    """A cold cache has no counts."""
+    """A cold cache gives None."""
     assert peek(tmp_path, KEY) is None
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(CacheKey)])
 def test_every_part_of_the_key_makes_another_place(tmp_path, field):
-    """Ids and masks depend on all of them."""
+    """Every part of the key changes the directory."""
     others = {"allow_control_text": True, "labelling": Labelling(objective="causal", seq_len=8)}
     other = dataclasses.replace(KEY, **{field: others.get(field, "other")})
     encoded(tmp_path, KEY, Builder())
@@ -83,7 +83,7 @@ def test_every_part_of_the_key_makes_another_place(tmp_path, field):
 
 
 def test_another_version_of_encoding_makes_another_place(tmp_path, monkeypatch):
-    """What an older release encoded is not read."""
+    """Entries of an older release are not read."""
     before = KEY.directory(tmp_path)
     monkeypatch.setattr(rows_cache, "ENCODING_VERSION", -1)
     assert KEY.directory(tmp_path) != before
@@ -110,7 +110,7 @@ def _pickle(file):
     ids=["flipped bit", "gone", "other array", "pickle", "empty"],
 )
 def test_damaged_array_is_built_again(tmp_path, damage, name):
-    """And is whole afterwards."""
+    """The rebuilt entry is complete."""
     build = Builder()
     encoded(tmp_path, KEY, build)
     damage(KEY.directory(tmp_path) / name)
@@ -124,7 +124,7 @@ def test_damaged_array_is_built_again(tmp_path, damage, name):
 
 @pytest.mark.parametrize("meta", ["", "{", "[]", "{}", '{"counts": {}}', '{"counts": {"x": 1}}'])
 def test_damaged_counts_are_no_counts(tmp_path, meta):
-    """The documents are built again."""
+    """Documents with damaged counts are built again."""
     build = Builder()
     encoded(tmp_path, KEY, build)
     (KEY.directory(tmp_path) / "meta.json").write_text(meta, "utf-8")
@@ -134,7 +134,7 @@ def test_damaged_counts_are_no_counts(tmp_path, meta):
 
 
 def test_half_written_directory_is_ignored_and_replaced(tmp_path):
-    """A writer that died before the last file leaves nothing that is believed."""
+    """An entry without its last file, left by a killed writer, is ignored."""
     directory = KEY.directory(tmp_path)
     directory.mkdir(parents=True)
     np.save(directory / "ids.npy", np.array([1], np.int32))
@@ -145,7 +145,7 @@ def test_half_written_directory_is_ignored_and_replaced(tmp_path):
 
 
 def test_failing_build_leaves_nothing(tmp_path):
-    """Not even an empty folder that looks like a cached one."""
+    """No empty directory is left either."""
 
     def fail():
         raise RuntimeError("no documents")
@@ -156,7 +156,7 @@ def test_failing_build_leaves_nothing(tmp_path):
 
 
 def test_key_is_stored_beside_the_arrays(tmp_path):
-    """So that a person can tell what a folder is."""
+    """The key is stored in readable form."""
     encoded(tmp_path, KEY, Builder())
     meta = json.loads((KEY.directory(tmp_path) / "meta.json").read_text("utf-8"))
     assert meta["key"] == KEY.record()
@@ -164,7 +164,7 @@ def test_key_is_stored_beside_the_arrays(tmp_path):
 
 
 def test_lengths_are_counted_over_all_parts(tmp_path):
-    """The longest document, and the sum of squares that weighs a mean by tokens."""
+    """By hand: the longest document, and the sum of squared lengths."""
     parts = [
         Encoded(
             ids=np.ones(offsets[-1], np.int32),
@@ -189,7 +189,7 @@ def test_lengths_are_counted_over_all_parts(tmp_path):
     ],
 )
 def test_cache_folder_is_named_by_the_environment(monkeypatch, environment, expected):
-    """Ours first, then the desktop's, then the home directory."""
+    """The order is our variable, XDG_CACHE_HOME, the home directory."""
     monkeypatch.setattr(Path, "home", lambda: Path("/home/me"))
     for name in ("MENS_EXP_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)

@@ -1,4 +1,4 @@
-"""Files of rows that are small on the disk and large in memory: each is refused by name."""
+"""Small files that expand to much more in memory are refused by name."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def zstandarded(path, piece, mib):
 
 @pytest.fixture
 def small(monkeypatch):
-    """Make every limit a sixteenth of what it is."""
+    """Divide every limit by sixteen."""
     monkeypatch.setattr(files, "_ALWAYS_BYTES", files._ALWAYS_BYTES // 16)
     monkeypatch.setattr(readers, "_MOST_BAD", readers._MOST_BAD // 16)
     for module in (decode, tables):
@@ -48,7 +48,7 @@ def small(monkeypatch):
 @pytest.mark.parametrize("piece", [b"\n", b"x\n", b" "])
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json.gz", "a.jsonl.zst", "a.json.zst"])
 def test_a_file_that_unpacks_to_far_more_is_refused(tmp_path, name, piece, small):
-    """Megabytes of anything: the rows of it are not read to their end."""
+    """Reading stops before megabytes of repeated content are expanded."""
     make = gzipped if name.endswith("gz") else zstandarded
     path = make(tmp_path / name, piece, 20)
     for quarantine in (False, True):
@@ -59,7 +59,7 @@ def test_a_file_that_unpacks_to_far_more_is_refused(tmp_path, name, piece, small
 
 
 def test_a_file_of_300_megabytes_is_refused(tmp_path):
-    """The limits as they are."""
+    """This uses the real limits."""
     end = attack(read_rows, zstandarded(tmp_path / "a.jsonl.zst", b" ", 300))
     assert end.how == "refused", end
     assert f"more than {32 * MIB + 100 * (tmp_path / 'a.jsonl.zst').stat().st_size:,} bytes" in (
@@ -68,7 +68,7 @@ def test_a_file_of_300_megabytes_is_refused(tmp_path):
 
 
 def test_a_plain_file_without_rows_is_not_read_to_its_end(tmp_path):
-    """Two million lines of nothing; the first are told."""
+    """Reading two million blank lines stops early, and the first are reported."""
     path = tmp_path / "a.jsonl"
     path.write_bytes(ROW + b"\n" * 2_000_000)
     for quarantine in (False, True):
@@ -79,7 +79,7 @@ def test_a_plain_file_without_rows_is_not_read_to_its_end(tmp_path):
 
 
 def test_a_file_of_good_rows_may_have_many_bad_ones(tmp_path, small):
-    """Up to as many as there are good ones, which is for data.max_bad_frac to say."""
+    """Up to as many bad rows as good ones are read; data.max_bad_frac decides about fewer."""
     path, many = tmp_path / "a.jsonl", readers._MOST_BAD + 50
     path.write_bytes((ROW + b"x\n") * many)
     found = read_rows(path, Reading(quarantine=True))
@@ -91,7 +91,7 @@ def test_a_file_of_good_rows_may_have_many_bad_ones(tmp_path, small):
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
 def test_rows_that_are_much_alike_are_read(tmp_path, name):
-    """Also where they are more than a hundred times the size of their file."""
+    """Similar rows may be over a hundred times as large as their compressed file."""
     content = ROW * 10_000
     pack = gzip.compress if name.endswith("gz") else zstandard.compress
     (tmp_path / name).write_bytes(pack(content))
@@ -101,7 +101,7 @@ def test_rows_that_are_much_alike_are_read(tmp_path, name):
 
 @pytest.mark.parametrize("piece", [b"\n", b"x\n", b" "])
 def test_task_files_have_the_same_bounds(tmp_path, piece, small):
-    """HumanEval comes gzipped."""
+    """HumanEval is distributed as a gzipped file."""
     end = attack(read_tasks, gzipped(tmp_path / "a.jsonl.gz", piece, 60), memory_mib=64)
     assert end.how == "refused", end
     assert "holds more than its size" in end.message
@@ -109,7 +109,7 @@ def test_task_files_have_the_same_bounds(tmp_path, piece, small):
 
 @pytest.mark.parametrize("damage", [lambda b: b[:-9], lambda b: b[:40] + b"xxxx" + b[44:]])
 def test_a_damaged_task_file_is_an_error_of_ours(tmp_path, damage):
-    """Cut off, or changed within."""
+    """The file is truncated, or changed in the middle."""
     path = tmp_path / "a.jsonl.gz"
     packed = gzip.compress(b"".join(b'{"task_id": "%d"}\n' % n for n in range(500)))
     path.write_bytes(damage(packed))
@@ -119,7 +119,7 @@ def test_a_damaged_task_file_is_an_error_of_ours(tmp_path, damage):
 
 
 def test_a_long_value_that_all_rows_of_a_table_share_is_counted(tmp_path):
-    """A dictionary of one megabyte, and ten thousand rows that name it."""
+    """Ten thousand rows that refer to one dictionary value of a megabyte count in full."""
     path = tmp_path / "a.parquet"
     table = {"prompt": ["x" * MIB] * 10_000, "response": ["y"] * 10_000}
     column = pa.array([0] * 10_000, pa.int32())
@@ -133,7 +133,7 @@ def test_a_long_value_that_all_rows_of_a_table_share_is_counted(tmp_path):
 
 @pytest.mark.parametrize("kind", ["dictionary", "view"])
 def test_shared_values_of_arrow_files_are_counted(tmp_path, kind):
-    """By number, or by views of one buffer."""
+    """Values may be shared by dictionary index or by views of one buffer."""
     path = tmp_path / "a.arrow"
     long, many = "x" * MIB, 10_000
     column = pa.DictionaryArray.from_arrays(pa.array([0] * many, pa.int32()), pa.array([long]))
@@ -150,7 +150,7 @@ def test_shared_values_of_arrow_files_are_counted(tmp_path, kind):
 
 
 def test_a_column_of_millions_of_nothing_is_refused(tmp_path):
-    """Runs of one value take no room in a file."""
+    """Run-length encoding stores a million nulls in almost no space."""
     path = tmp_path / "a.parquet"
     many = 50_000_000
     column = pa.ListArray.from_arrays(pa.array([0, many], pa.int32()), pa.nulls(many, pa.int8()))
@@ -162,7 +162,7 @@ def test_a_column_of_millions_of_nothing_is_refused(tmp_path):
 
 
 def test_long_rows_of_a_table_are_read_a_few_at_a_time(tmp_path, small):
-    """And one that is longer than a line may be is a bad row."""
+    """Rows are read in small batches; one above the line limit is a bad row."""
     path, most = tmp_path / "a.parquet", decode.MAX_LINE_BYTES
     texts = ["a" * (most // 2), "b" * (most // 2), "c" * (most // 2), "d"]
     pq.write_table(pa.table({"prompt": ["p"] * 4, "response": texts}), path, compression="none")
@@ -174,7 +174,7 @@ def test_long_rows_of_a_table_are_read_a_few_at_a_time(tmp_path, small):
 
 
 def test_every_column_of_a_table_is_read_as_before(tmp_path):
-    """Texts that are shared, lists, objects, views, nulls."""
+    """The columns have shared strings, lists, structs, views and nulls."""
     rows = [
         {"prompt": "p", "response": "r", "meta": {"k": ["a", "b"]}},
         {"prompt": "p", "response": "r", "meta": None},

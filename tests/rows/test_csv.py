@@ -1,4 +1,4 @@
-"""CSV files of rows, and rows of kinds that are told in one line."""
+"""CSV files of rows; errors that all rows share are reported once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAIRS = [
 
 
 def written(rows, **options):
-    """Write rows as Python's own writer does."""
+    """Return rows as Python's csv module writes them."""
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, list(rows[0]), **options)
     writer.writeheader()
@@ -30,7 +30,7 @@ def written(rows, **options):
 @pytest.mark.parametrize("end", ["\r\n", "\n"])
 @pytest.mark.parametrize("name", ["rows.csv", "rows.csv.gz", "ROWS.CSV"])
 def test_what_a_csv_writer_wrote_is_read(tmp_path, name, end):
-    """Quotes, commas and line ends in cells; numbers where a number is due; empty cells absent."""
+    """Cells may hold quotes, commas and newlines; numbers are converted, empty cells left out."""
     data = written(PAIRS, lineterminator=end)
     path = tmp_path / name
     path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
@@ -39,12 +39,12 @@ def test_what_a_csv_writer_wrote_is_read(tmp_path, name, end):
         (row["prompt"], row["response"]) for row in PAIRS
     ]
     assert [(pair.rating, pair.system) for pair in found] == [(4, None), (None, "Be brief.")]
-    assert found[1].place == f"{path}:4"  # the cell before it has a line end
+    assert found[1].place == f"{path}:4"  # after a cell with a line end
 
 
 @pytest.mark.parametrize("end", ["\r\n", "\n"])
 def test_line_ends_in_cells_are_those_of_the_file(tmp_path, end):
-    """As Python's own reader has them: neither is turned into the other."""
+    """Line ends inside cells stay as they are, as in Python's own reader."""
     rows = [
         {"prompt": "a\r\nb", "response": "c\nd\r\n"},
         {"prompt": "e\rf", "response": "g\r\n\r\nh\n\n"},
@@ -58,7 +58,7 @@ def test_line_ends_in_cells_are_those_of_the_file(tmp_path, end):
 
 
 def test_conversations_stand_in_a_cell_as_json(tmp_path):
-    """As exported by tools that flatten rows."""
+    """Tools that flatten rows export lists as JSON strings."""
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     path = tmp_path / "rows.csv"
     path.write_bytes(written([{"messages": json.dumps(turns)}]))
@@ -67,7 +67,7 @@ def test_conversations_stand_in_a_cell_as_json(tmp_path):
 
 
 def test_columns_are_named_as_in_a_table(tmp_path):
-    """The others are counted as left out."""
+    """Columns that are not named are counted."""
     path = tmp_path / "rows.csv"
     path.write_bytes(b"q,a,n\nwhat,this,1\n")
     found = read_rows(path, Reading(columns={"prompt": "q", "response": "a"}))
@@ -89,7 +89,7 @@ def test_columns_are_named_as_in_a_table(tmp_path):
     ids=["semicolons", "twice", "cells", "open quote", "bytes", "empty", "range"],
 )
 def test_a_damaged_csv_file_is_told_by_its_line(tmp_path, data, said):
-    """With its file and its row."""
+    """The error gives the file and the row."""
     path = tmp_path / "rows.csv"
     path.write_bytes(data)
     with pytest.raises(DataError, match=r"rows.csv:\d") as caught:
@@ -99,7 +99,7 @@ def test_a_damaged_csv_file_is_told_by_its_line(tmp_path, data, said):
 
 @pytest.mark.parametrize("levels", [101, 600, 5_000])
 def test_a_conversation_in_a_cell_that_is_nested_too_deeply_is_refused(tmp_path, levels):
-    """Up to a hundred levels are read; `json` itself ends at about a thousand."""
+    """A hundred levels are read; `json` itself fails at about a thousand."""
 
     def of(levels):
         arguments = '{"a":' * (levels - 1) + "[]" + "}" * (levels - 1)
@@ -117,7 +117,7 @@ def test_a_conversation_in_a_cell_that_is_nested_too_deeply_is_refused(tmp_path,
 
 
 def test_a_row_that_json_is_just_able_to_read_is_refused(tmp_path):
-    """What is left of Python's stack may not be enough to show it."""
+    """Showing such a row could overflow Python's stack."""
     path = tmp_path / "rows.jsonl"
     for levels in range(800, 1000):
         path.write_text(f'{{"prompt": {"[" * levels + "]" * levels}, "response": "x"}}\n', "utf-8")
@@ -126,7 +126,7 @@ def test_a_row_that_json_is_just_able_to_read_is_refused(tmp_path):
 
 
 def test_rows_of_another_kind_are_told_once(tmp_path):
-    """Two hundred of them are no two hundred problems."""
+    """Two hundred rows of another format give one message."""
     row = {"prompt": "p", "chosen": "good"}
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for _ in range(200)), "utf-8")

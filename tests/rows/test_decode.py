@@ -20,7 +20,7 @@ def located(path, text):
 
 
 def test_array_is_read_with_the_line_of_each_element(tmp_path):
-    """As Alpaca files are written: one array, several lines an element, or several on one."""
+    """Alpaca files are one array with elements over several lines, or several on a line."""
     text = '[\n {"a": 1,\n  "b": 2},\n {"a": 3}, {"a": 4}\n]\n'
     assert located(tmp_path / "a.json", text) == [
         ("2", {"a": 1, "b": 2}),
@@ -33,21 +33,21 @@ def test_array_is_read_with_the_line_of_each_element(tmp_path):
     rows=st.lists(st.dictionaries(st.text(), st.text()), min_size=1), indent=st.none() | st.just(2)
 )
 def test_any_array_is_read_as_json_reads_it(tmp_path_factory, rows, indent):
-    """Element for element."""
+    """Elements equal those of json.loads."""
     path = tmp_path_factory.mktemp("json") / "a.json"
     text = json.dumps(rows, indent=indent)
     assert [value for _, value in located(path, text)] == json.loads(text)
 
 
 def test_lines_in_a_json_file_are_rows_too(tmp_path):
-    """Some tools call a file of lines .json."""
+    """Some tools name JSON Lines files .json."""
     path = tmp_path / "a.json"
     path.write_text(json.dumps(ROW) + "\n" + json.dumps(ROW) + "\n", "utf-8")
     assert len(read_rows(path).pairs) == 2
 
 
 def test_array_on_a_line_of_jsonl_is_no_row(tmp_path):
-    """Only a .json file holds its rows in an array."""
+    """Only a .json file may contain an array of rows."""
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps([ROW]), "utf-8")
     with pytest.raises(DataError, match="a row must be a JSON object"):
@@ -68,14 +68,14 @@ def test_array_on_a_line_of_jsonl_is_no_row(tmp_path):
     ],
 )
 def test_broken_array_is_refused_where_it_breaks(tmp_path, text, line, reason):
-    """The line is that of the element; what stands before it was read."""
+    """Earlier elements are read, and the error gives the line of the bad one."""
     where, problem = located(tmp_path / "a.json", text)[-1]
     assert (where, isinstance(problem, DataError)) == (line, True)
     assert reason in str(problem)
 
 
 def test_array_that_is_not_utf8_is_refused(tmp_path):
-    """With the line of the first bad byte."""
+    """The error gives the line of the first bad byte."""
     path = tmp_path / "a.json"
     path.write_bytes(b'[\n{"a": "\xff"}]')
     with pytest.raises(DataError, match=r"a\.json:2: the file is not UTF-8"):

@@ -1,4 +1,4 @@
-"""Documents that stay together, further values of their tokens, and further fields of rows."""
+"""Documents of one row, further values per token, and further fields of rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LONG = replace(BETTER, fields=(("worse", "n" * 100),))
 
 @pytest.fixture(autouse=True)
 def known(monkeypatch):
-    """An objective that compares an answer with a worse one."""
+    """Register an objective that compares an answer with a worse one."""
     two_answers.offer(monkeypatch)
 
 
@@ -33,7 +33,7 @@ def encoded(*pairs, seq_len=200, **settings):
 
 
 def spelled(documents):
-    """Return each document's supervised text, and its further values."""
+    """Return each document's supervised text and its further values."""
     bounds = list(zip(documents.offsets[:-1], documents.offsets[1:], strict=True))
     learned = [documents.ids[a:b][documents.supervised[a:b]].tolist() for a, b in bounds]
     values = [documents.extra["place"][a:b].tolist() for a, b in bounds]
@@ -41,20 +41,20 @@ def spelled(documents):
 
 
 def test_a_row_gives_two_documents_side_by_side():
-    """Each with its own answer, and a value for each of its tokens."""
+    """Each document has its own answer and a value per token."""
     documents = encoded(BETTER, BETTER)
     texts, values = spelled(documents)
     assert [text[:2] for text in texts] == ["hi", "no", "hi", "no"]
     assert documents.together == 2
     assert documents.units.tolist() == [documents.lengths[:2].sum()] * 2
-    assert documents.unrolled == 0  # a row is one unit
+    assert documents.unrolled == 0  # both documents of a row are one unit
     for sign, length, found in zip((1, -1, 1, -1), documents.lengths, values, strict=True):
         assert found == [sign * place for place in range(length)]
 
 
 @pytest.mark.parametrize(("side", "first"), [("right", 0), ("left", 41)])
 def test_each_document_is_cut_to_its_share_with_its_values(side, first):
-    """Two that stay together have half a sequence each."""
+    """Two documents of a row get half of the sequence length each."""
     whole = encoded(LONG, seq_len=1000)
     assert whole.lengths[1] > 100
     limit = int(whole.lengths[1]) - 41
@@ -66,14 +66,14 @@ def test_each_document_is_cut_to_its_share_with_its_values(side, first):
 
 
 def test_a_document_that_loses_its_answer_takes_the_other_along():
-    """One alone has nothing to be compared with."""
+    """A single document has nothing to be compared with."""
     prompt = "p" * 90
     documents = encoded(BETTER, replace(LONG, prompt=prompt), BETTER, seq_len=180)
     assert (len(documents), documents.dropped) == (4, 2)
 
 
 def test_a_row_without_the_field_is_refused():
-    """By its place, with what it lacks."""
+    """The error gives the place of the row and the missing field."""
     plain = TrainingPair(prompt="p", response="r", place="a.jsonl:7")
     with pytest.raises(DataError, match="a row has not the fields") as caught:
         encoded(BETTER, plain)
@@ -82,14 +82,14 @@ def test_a_row_without_the_field_is_refused():
 
 
 def test_a_field_that_nothing_reads_is_refused():
-    """Learning from the answer alone is something else than the row says."""
+    """Ignoring the field would train something other than the row says."""
     labelling = Labelling(objective="assistant", seq_len=200)
     with pytest.raises(DataError, match="found worse · expected no fields"):
         encode([BETTER], VoxTokenizer(), labelling)
 
 
 def test_documents_are_refused_by_a_spec_that_names_none(monkeypatch):
-    """A package's place is imported where rows are encoded."""
+    """The import path of an objective's documents is resolved when rows are encoded."""
     spec = replace(OBJECTIVES.named("both"), documents="math:pi")
     monkeypatch.setattr(OBJECTIVES, "_known", {"both": spec})
     with pytest.raises(SetupError, match="the objective both cannot be used"):
@@ -97,7 +97,7 @@ def test_documents_are_refused_by_a_spec_that_names_none(monkeypatch):
 
 
 def test_the_cache_keeps_units_and_values(tmp_path, monkeypatch):
-    """In shards of several rows, and in the entry made of them."""
+    """The values survive shards of several rows and the joined entry."""
     monkeypatch.setattr(shards, "_SHARD", 3)
     monkeypatch.setattr(shards, "_POOL_FROM", 5)
     monkeypatch.setattr(shards, "usable_cores", lambda: 1)
@@ -117,7 +117,7 @@ def test_the_cache_keeps_units_and_values(tmp_path, monkeypatch):
         return encode_parts(pairs, VoxTokenizer(), labelling, kept)
 
     expected = encode(pairs, VoxTokenizer(), labelling)
-    for _ in range(2):  # built, then opened
+    for _ in range(2):  # built, then opened from the cache
         documents, counts = encoded_parts(tmp_path, key, build)
         assert (documents.together, counts.documents) == (2, 16)
         assert np.array_equal(documents.offsets, expected.offsets)
@@ -125,7 +125,7 @@ def test_the_cache_keeps_units_and_values(tmp_path, monkeypatch):
 
 
 def test_a_setting_of_its_own_makes_another_cache_entry(tmp_path):
-    """And none that is there is lost for the objectives without one."""
+    """Labels without options keep their earlier cache keys."""
     plain = Labelling(objective="both", seq_len=200)
     keyed = replace(plain, options=(("beta", 0.1),))
     assert "options" not in plain.record()

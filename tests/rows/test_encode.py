@@ -20,13 +20,13 @@ from mens_exp.tokenizer.implementations import HfTokenizer
 PAIR = TrainingPair(prompt="Say hi.", response="hi")
 LONG = TrainingPair(prompt="Say it.", response="x" * 100)
 PROMPT = "<|im_start|>user\nSay hi.<|im_end|>\n<|im_start|>assistant\n"
-PROMPT_TOKENS = len("xuser\nSay hi.x\nxassistant\n")  # each marker is one token
+PROMPT_TOKENS = len("xuser\nSay hi.x\nxassistant\n")  # one token per marker
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str.strip)
 
 
 @pytest.fixture(scope="module")
 def tokenizer_of(tmp_path_factory):
-    """Read the byte-level tokenizer with a chat template and a tokenizer_config of its own."""
+    """Return the byte-level tokenizer with the given chat template and tokenizer_config."""
 
     def made(template=None, config=None):
         directory = tmp_path_factory.mktemp("tokenizer")
@@ -65,7 +65,7 @@ def supervised(tokenizer, documents):
 
 
 def test_answer_and_its_end_marker_are_learned(tokenizer):
-    """Nothing before and nothing behind them."""
+    """Only the answer and its end marker are supervised."""
     documents = encoded(tokenizer)
     assert whole(tokenizer, documents) == f"{PROMPT}hi<|im_end|>"
     assert documents.supervised.tolist() == [False] * PROMPT_TOKENS + [True] * 3
@@ -74,7 +74,7 @@ def test_answer_and_its_end_marker_are_learned(tokenizer):
 
 @given(prompt=TEXTS, response=TEXTS, system=st.none() | TEXTS)
 def test_learned_text_is_exactly_the_answer(tokenizer, prompt, response, system):
-    """Whatever the texts are; the rest of the document is exactly the prompt."""
+    """For random texts the supervised part is the answer and the rest is the prompt."""
     pair = TrainingPair(prompt=prompt, response=response, system=system)
     documents = encoded(tokenizer, pair)
     assert supervised(tokenizer, documents) == f"{response}<|im_end|>"
@@ -83,18 +83,18 @@ def test_learned_text_is_exactly_the_answer(tokenizer, prompt, response, system)
 
 
 def fields_of(rows):
-    """Return a value for each further field that a row must have."""
+    """Return a value for each field that rows of an objective must have."""
     values = {"rejected": "no", "label": 1, "reward": 0.5}
     return tuple((name, values[name]) for name in sorted(rows.fields))
 
 
-# Of conversations; `fim` is of plain texts, in test_infilling.py.
+# Objectives for conversations; `fim` is for plain text, in test_infilling.py.
 OF_CONVERSATIONS = [name for name in OBJECTIVES.built_in if name != "fim"]
 
 
 @given(texts=st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=5), limit=st.integers(8, 80))
 def test_first_token_is_never_learned(tokenizer, texts, limit):
-    """Nothing stands before it to predict it from, under either objective."""
+    """It has no predecessor to be predicted from, with any objective."""
     plain = [TrainingPair(prompt=prompt, response=response) for prompt, response in texts]
     for objective in OF_CONVERSATIONS:
         rows = Labelling(objective=objective, seq_len=limit).rows
@@ -108,28 +108,28 @@ def test_first_token_is_never_learned(tokenizer, texts, limit):
 
 
 def test_causal_learns_every_token_but_the_first(tokenizer):
-    """The prompt included; the ids are those of `assistant`."""
+    """The prompt is supervised too; the ids equal those of `assistant`."""
     causal, assistant = encoded(tokenizer, objective="causal"), encoded(tokenizer)
     assert causal.supervised.tolist() == [False] + [True] * (len(causal.ids) - 1)
     assert causal.ids.tolist() == assistant.ids.tolist()
 
 
 def test_unknown_objective_is_refused(tokenizer):
-    """Not taken for one of the known ones."""
+    """An unknown objective is not mistaken for a known one."""
     with pytest.raises(ConfigError, match="the nearest is causal"):
         encoded(tokenizer, objective="casual")
 
 
 @pytest.mark.parametrize("objective", OF_CONVERSATIONS)
 def test_objectives_of_the_configuration_are_known(tokenizer, objective):
-    """What validation accepts, encoding does."""
+    """Every objective that validation accepts can be encoded."""
     rows = Labelling(objective=objective, seq_len=100).rows
     pair = replace(PAIR, fields=fields_of(rows))
     assert len(encoded(tokenizer, pair, objective=objective)) == rows.together
 
 
 def test_long_document_is_cut_on_the_right(tokenizer):
-    """The prompt stays whole and the answer keeps its beginning; its end is not invented."""
+    """The prompt and the beginning of the answer are kept; no end marker is added."""
     documents = encoded(tokenizer, LONG, seq_len=PROMPT_TOKENS + 10)
     assert documents.lengths.tolist() == [PROMPT_TOKENS + 10]
     assert supervised(tokenizer, documents) == "x" * 10
@@ -138,13 +138,13 @@ def test_long_document_is_cut_on_the_right(tokenizer):
 
 @pytest.mark.parametrize(("over", "truncated"), [(0, 0), (-1, 1)])
 def test_document_of_the_limits_length_is_whole(tokenizer, over, truncated):
-    """Only a token more is too many."""
+    """Only a longer document is truncated."""
     documents = encoded(tokenizer, seq_len=PROMPT_TOKENS + 3 + over)
     assert documents.truncated == truncated
 
 
 def test_document_that_keeps_no_answer_is_dropped_and_counted(tokenizer):
-    """Its prompt alone fills the limit; the rows around it stay."""
+    """Its prompt fills the limit; the other rows are kept."""
     wordy = TrainingPair(prompt="p" * 200, response="hi")
     documents = encoded(tokenizer, PAIR, wordy, PAIR, seq_len=100)
     assert (len(documents), documents.truncated, documents.dropped) == (2, 1, 1)
@@ -153,20 +153,20 @@ def test_document_that_keeps_no_answer_is_dropped_and_counted(tokenizer):
 
 
 def test_document_cut_to_its_first_token_is_dropped(tokenizer):
-    """It has nothing left to predict."""
+    """A single token has nothing to predict."""
     assert encoded(tokenizer, objective="causal", seq_len=1).dropped == 1
     assert encoded(tokenizer, objective="causal", seq_len=2).dropped == 0
 
 
 def test_nothing_kept_is_no_document(tokenizer):
-    """Empty arrays, one offset."""
+    """The arrays are empty, with a single offset."""
     documents = encoded(tokenizer, seq_len=8)
     assert (len(documents), documents.offsets.tolist(), documents.dropped) == (0, [0], 1)
     assert documents.ids.dtype == np.int32
 
 
 def test_documents_lie_one_after_the_other(tokenizer):
-    """Offsets mark them, lengths follow."""
+    """Offsets give the documents, and lengths follow from them."""
     documents = encoded(tokenizer, PAIR, LONG)
     lengths = [PROMPT_TOKENS + 3, PROMPT_TOKENS + 101]
     assert documents.offsets.tolist() == [0, lengths[0], sum(lengths)]
@@ -174,7 +174,7 @@ def test_documents_lie_one_after_the_other(tokenizer):
 
 
 def test_rows_encoded_some_at_a_time_are_those_encoded_together(tokenizer, monkeypatch):
-    """Also where some of them have nothing to learn."""
+    """Encoding in parts equals encoding at once, even if some parts have no documents."""
     rows = [TrainingPair(prompt="p" * (9 * i), response="r" * (i + 1)) for i in range(1, 8)]
     together = encoded(tokenizer, *rows, seq_len=60)
     monkeypatch.setattr("mens_exp.rows.encode.ROWS_TOGETHER", 2)
@@ -189,7 +189,7 @@ def test_rows_encoded_some_at_a_time_are_those_encoded_together(tokenizer, monke
 def test_end_marker_that_is_also_padding_is_learned(
     tokenizer_of,
 ):
-    """Masks are made by place: pad = eos = end marker changes nothing."""
+    """Labels are set by position, so pad = eos = end marker does not matter."""
     tokenizer = tokenizer_of(config='{"eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}')
     assert tokenizer.pad_id == tokenizer.eos_id == 2
     assert supervised(tokenizer, encoded(tokenizer)) == "hi<|im_end|>"
@@ -198,7 +198,7 @@ def test_end_marker_that_is_also_padding_is_learned(
 def test_newline_behind_the_end_marker_is_not_learned(
     tokenizer_of,
 ):
-    """SmolLM2's template writes one; generation has ended before it."""
+    """SmolLM2's template adds a newline, after generation has stopped."""
     tokenizer = tokenizer_of(
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{{ '\n' }}"
         "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -211,7 +211,7 @@ def test_newline_behind_the_end_marker_is_not_learned(
 def test_space_that_the_template_puts_before_the_answer_is_learned(
     tokenizer_of,
 ):
-    """Mistral's way: the prompt ends before it, so generation has to write it."""
+    """With Mistral's template the prompt ends before the space, so it must be generated."""
     tokenizer = tokenizer_of(
         "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]"
         "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
@@ -224,7 +224,7 @@ def test_space_that_the_template_puts_before_the_answer_is_learned(
 def test_template_that_trims_the_answer_is_followed(
     tokenizer_of,
 ):
-    """White space around an answer is the template's to keep or drop."""
+    """The template decides about white space around an answer."""
     tokenizer = tokenizer_of(
         "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -241,7 +241,7 @@ def test_template_that_trims_the_answer_is_followed(
     ],
 )
 def test_template_without_end_marker_is_closed_by_the_end_of_sequence(tokenizer_of, config, end):
-    """Or the model would never learn to stop."""
+    """Otherwise the model would not learn to stop."""
     plain = (
         "{% for m in messages %}### {{ m.role }}\n{{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}### assistant\n{% endif %}"
@@ -251,7 +251,7 @@ def test_template_without_end_marker_is_closed_by_the_end_of_sequence(tokenizer_
 
 
 def test_answer_that_nothing_ends_is_refused(tokenizer_of):
-    """Neither a marker in the template nor an end-of-sequence token."""
+    """Neither the template nor the tokenizer has an end token."""
     tokenizer = tokenizer_of("{% for m in messages %}{{ m.content }}|{% endfor %}", "{}")
     with pytest.raises(DataError, match="nothing marks the end") as caught:
         encoded(tokenizer)
@@ -268,7 +268,7 @@ def test_answer_that_nothing_ends_is_refused(tokenizer_of):
     ids=["alters the answer", "drops the answer", "alters the opening"],
 )
 def test_template_that_alters_a_row_is_refused(tokenizer_of, template):
-    """Training would be on other text than generation meets; the row is named."""
+    """The training text would differ from the row; the error names the row."""
     with pytest.raises(DataError, match="does not keep prompt and answer") as caught:
         encoded(tokenizer_of(template))
     assert caught.value.where == f"row {PAIR.id}"
@@ -276,7 +276,7 @@ def test_template_that_alters_a_row_is_refused(tokenizer_of, template):
 
 
 def test_system_prompt_is_a_turn_of_its_own(tokenizer):
-    """Without one, the template's own stays in force."""
+    """Without a system prompt the template's default is used."""
     told = TrainingPair(prompt="p", response="r", system="s")
     assert [turn["role"] for turn in messages_of(told)] == ["system", "user"]
     assert [turn["role"] for turn in messages_of(PAIR)] == ["user"]
@@ -284,7 +284,7 @@ def test_system_prompt_is_a_turn_of_its_own(tokenizer):
 
 
 def test_ids_begin_with_those_of_the_prompt_alone(tmp_path):
-    """A token across the seam would never be met in generation: the parts are taken apart."""
+    """Prompt and answer are tokenized apart: generation never sees a token across the boundary."""
     vocab = {token: i for i, token in enumerate(["<e>", "u", ":", "x", "\n", "\n\n", "a"])}
     core = Tokenizer(models.BPE(vocab=vocab, merges=[("\n", "\n")]))
     core.add_special_tokens([AddedToken("<e>", special=True)])
@@ -303,7 +303,7 @@ def test_ids_begin_with_those_of_the_prompt_alone(tmp_path):
 
 
 def test_answer_is_tokenized_as_a_continuation(tmp_path):
-    """A tokenizer that marks the beginning of a text puts no such mark on an answer."""
+    """A tokenizer with a beginning-of-text mark must not add one to an answer."""
     vocab = {token: i for i, token in enumerate(["<e>", "▁", "u", ":", "x", "a"])}
     core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
@@ -328,7 +328,7 @@ def cut(tokenizer, row, limit):
 
 
 def test_document_cut_on_the_left_keeps_its_end(tokenizer):
-    """The mask moves with the tokens: the answer's end is learned, the prompt's rest is read."""
+    """The labels move with the tokens: the end of the answer is supervised."""
     wordy = TrainingPair(prompt="p" * 200, response="hi")
     documents = cut(tokenizer, wordy, 30)
     assert whole(tokenizer, documents).endswith("pp<|im_end|>\n<|im_start|>assistant\nhi<|im_end|>")
@@ -338,7 +338,7 @@ def test_document_cut_on_the_left_keeps_its_end(tokenizer):
 
 
 def test_token_behind_a_cut_is_not_learned(tokenizer):
-    """What it would be predicted from is gone."""
+    """Its predecessor was cut off."""
     documents = cut(tokenizer, LONG, 10)
     assert whole(tokenizer, documents) == "x" * 9 + "<|im_end|>"
     assert supervised(tokenizer, documents) == "x" * 8 + "<|im_end|>"
@@ -346,14 +346,14 @@ def test_token_behind_a_cut_is_not_learned(tokenizer):
 
 @pytest.mark.parametrize(("limit", "truncated"), [(PROMPT_TOKENS + 3, 0), (PROMPT_TOKENS + 2, 1)])
 def test_document_of_the_limits_length_is_not_cut_on_the_left(tokenizer, limit, truncated):
-    """Only a token more is too many."""
+    """Only a longer document is truncated."""
     assert cut(tokenizer, PAIR, limit).truncated == truncated
 
 
 def test_begin_of_sequence_survives_a_cut_on_the_left(
     tokenizer_of,
 ):
-    """Where it opens the text alone, models lean on it; in ChatML it opens every turn."""
+    """A BOS token at the start survives; ChatML's marker, which opens every turn, is cut."""
     template = (
         "{{ bos_token }}{% for m in messages %}{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}assistant:{% endif %}"
@@ -366,7 +366,7 @@ def test_begin_of_sequence_survives_a_cut_on_the_left(
 
 
 def test_causal_learns_a_conversation_once(tokenizer):
-    """All its turns, in one document."""
+    """All turns are in one document."""
     row = TrainingPair(history=(("a", "b"),), prompt="c", response="d")
     documents = encoded(tokenizer, row, objective="causal")
     assert len(documents) == 1

@@ -8,7 +8,7 @@ from mens_exp.rows.files import resolve_files
 
 @pytest.fixture
 def folder(tmp_path):
-    """Three files of rows, one of them below, and a directory that a glob would match."""
+    """Write three files of rows, one in a subdirectory, and a directory that a glob matches."""
     for name in ("b.jsonl", "a.jsonl", "c[1].jsonl"):
         (tmp_path / name).write_text("{}")
     (tmp_path / "deep.jsonl").mkdir()
@@ -23,36 +23,36 @@ def names(folder, *patterns):
 
 
 def test_one_file_is_itself_whether_it_is_there_or_not(folder):
-    """Reading it says what is wrong."""
+    """A missing file is reported when it is read."""
     assert names(folder, "a.jsonl") == ["a.jsonl"]
     assert names(folder, "nothing.jsonl") == ["nothing.jsonl"]
 
 
 def test_list_keeps_its_order(folder):
-    """The order of rows is the order given."""
+    """Rows are in the order of the list."""
     assert names(folder, "b.jsonl", "a.jsonl") == ["b.jsonl", "a.jsonl"]
 
 
 def test_glob_is_sorted_and_has_files_only(folder):
-    """Whatever order the file system lists them in."""
+    """The order does not depend on the file system."""
     assert names(folder, "*.jsonl") == ["a.jsonl", "b.jsonl", "c[1].jsonl"]
     assert names(folder, "**/d.jsonl") == ["deep.jsonl/d.jsonl"]
 
 
 def test_file_with_a_globs_characters_in_its_name_is_found(folder):
-    """A name that exists is no pattern."""
+    """An existing name is not treated as a pattern."""
     assert names(folder, "c[1].jsonl") == ["c[1].jsonl"]
 
 
 def test_home_is_expanded(folder, monkeypatch):
-    """In a glob as in a name."""
+    """This holds for globs too."""
     monkeypatch.setenv("HOME", str(folder))
     monkeypatch.setenv("USERPROFILE", str(folder))
     assert resolve_files("~/a*.jsonl", "data.path") == [folder / "a.jsonl"]
 
 
 def test_glob_that_matches_nothing_is_refused_with_the_nearest(folder):
-    """Nothing to train on is a slip."""
+    """An empty match is treated as a mistake."""
     with pytest.raises(DataError, match="no file matches") as caught:
         resolve_files(f"{folder}/a*.json", "data.val_path")
     assert (caught.value.where, caught.value.exit_code) == ("data.val_path", 2)
@@ -60,7 +60,7 @@ def test_glob_that_matches_nothing_is_refused_with_the_nearest(folder):
 
 
 def test_file_named_twice_is_refused(folder):
-    """Its rows would count double; both faults of a list are told."""
+    """Its rows would count twice; both errors of the list are reported."""
     with pytest.raises(DataError, match="named twice"):
         names(folder, "a.jsonl", "a*.jsonl")
     with pytest.raises(Problems) as caught:

@@ -25,18 +25,18 @@ from mens_exp.rows.schema import KEYS, accepted_keys, format_of, joint_format
     ],
 )
 def test_format_is_told_from_keys(keys, form):
-    """One key is enough; none of ours tells nothing."""
+    """A single key decides; without a known key the format is unknown."""
     assert format_of(keys) is form
 
 
 def test_alpaca_rows_may_leave_their_input_out():
-    """Pairs and Alpaca rows make an Alpaca file; nothing else mixes."""
+    """A file may mix pairs with Alpaca rows, and nothing else."""
     assert joint_format(RowFormat.pair, RowFormat.alpaca) is RowFormat.alpaca
     assert joint_format(RowFormat.messages, RowFormat.messages) is RowFormat.messages
     assert joint_format(RowFormat.pair, RowFormat.messages) is None
 
 
 def test_every_format_says_its_keys():
-    """With the aliases that it has."""
+    """Aliases are listed too."""
     assert set(KEYS) == set(RowFormat) - {RowFormat.auto}
     assert "'messages' (alias 'turns')" in accepted_keys(RowFormat.messages)

@@ -1,4 +1,4 @@
-"""Documents that fill in the middle, compared with a transformation written from the papers.
+"""Fill-in-the-middle documents, compared with a transformation written from the papers.
 
 The oracle knows arXiv:2207.14255 and the library tokenizers, and none of our code: it says what a
 document is, given its three parts.
@@ -29,7 +29,7 @@ CODE = [
 
 
 def saved(place, *, special=True, tokens=(PRE, SUF, MID), decoder=True):
-    """Train a byte-level BPE with merges, so that cuts go through tokens."""
+    """Train a byte-level BPE with merges, so that cuts fall inside tokens."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=not decoder)
     core.decoder = decoders.ByteLevel()
@@ -66,7 +66,7 @@ def documents(encoder, texts, seq_len=512, **settings):
 
 
 class Paper:
-    """What the papers say that a document is."""
+    """A document's construction according to the papers."""
 
     def __init__(self, core):
         self.core = core
@@ -84,7 +84,7 @@ class Paper:
         return [self.pre, self.suf, *suffix, self.mid, *prefix, *middle, self.end]
 
     def read(self, ids, text):
-        """Return the kind of a document and its cuts, or fail if it is none of this text."""
+        """Return the document's kind and its cuts, or fail if it does not match the text."""
         if ids == [*self.encode(text), self.end]:
             return "plain", None
         suffix_from = ids.index(self.suf)
@@ -100,7 +100,7 @@ class Paper:
 
 
 def test_every_document_is_one_of_the_paper_s(both):
-    """PSM and SPM in their shares, and the text itself; every token of it is supervised."""
+    """PSM, SPM and plain text occur in their shares, and every token is supervised."""
     encoder, core = both
     made, found = documents(encoder, CODE)
     assert len(made) == len(CODE)
@@ -108,22 +108,22 @@ def test_every_document_is_one_of_the_paper_s(both):
     for kind, share in (("plain", 0.5), ("psm", 0.25), ("spm", 0.25)):
         deviation = (share * (1 - share) / len(CODE)) ** 0.5
         assert abs(kinds[kind] / len(CODE) - share) < 4 * deviation, kinds
-    assert found.supervised.sum() == len(found.ids) - len(CODE)  # the first has no predecessor
+    assert found.supervised.sum() == len(found.ids) - len(CODE)  # all but the first token
 
 
 def test_cuts_are_uniform_over_characters(both):
-    """The lesser and the greater of two uniform places: a third and two thirds on average."""
+    """The lower and upper of two uniform cuts average 1/3 and 2/3."""
     encoder, core = both
     made, _ = documents(encoder, CODE, rate=1.0, spm_rate=0.0)
     cuts = [Paper(core).read(*one)[1] for one in zip(made, CODE, strict=True)]
     shares = [(a / len(t), b / len(t)) for (a, b), t in zip(cuts, CODE, strict=True)]
-    deviation = (1 / 18 / len(CODE)) ** 0.5  # of the mean of an order statistic of two
+    deviation = (1 / 18 / len(CODE)) ** 0.5  # standard error of the mean of the order statistics
     for which, mean in ((0, 1 / 3), (1, 2 / 3)):
         assert abs(sum(one[which] for one in shares) / len(CODE) - mean) < 4 * deviation
 
 
 def test_a_token_is_cut_where_the_text_is(both):
-    """Parts are tokenized apart: some documents have more tokens than their text and five."""
+    """Parts are tokenized apart, so most documents have more tokens than the whole text."""
     encoder, core = both
     made, _ = documents(encoder, CODE, rate=1.0)
     whole = [len(core.encode(text, add_special_tokens=False).ids) + 4 for text in CODE]
@@ -133,7 +133,7 @@ def test_a_token_is_cut_where_the_text_is(both):
 
 
 def test_documents_depend_on_the_seed_and_the_row_alone(both):
-    """Not on their order or neighbours; another seed cuts otherwise."""
+    """The order and the other rows do not matter; another seed cuts elsewhere."""
     encoder, _ = both
     made, _ = documents(encoder, CODE[:40])
     again, _ = documents(encoder, CODE[:40][::-1])
@@ -144,7 +144,7 @@ def test_documents_depend_on_the_seed_and_the_row_alone(both):
 
 @pytest.mark.parametrize("seq_len", [64, 40])
 def test_a_long_text_has_a_middle_in_each_piece(both, seq_len):
-    """No piece is cut off, and nothing is lost: undone, the pieces are the text."""
+    """Pieces are not truncated, and undoing the transformation gives the text."""
     encoder, core = both
     text = "".join(CODE[:20])
     made, found = documents(encoder, [text], seq_len=seq_len, rate=1.0, spm_rate=0.0)
@@ -164,7 +164,7 @@ def test_a_long_text_has_a_middle_in_each_piece(both, seq_len):
 
 
 def test_tokens_that_are_given_are_taken(tmp_path):
-    """By their order: prefix, suffix, middle."""
+    """The order is prefix, suffix, middle."""
     own = ("<a>", "<b>", "<c>")
     encoder, core = saved(tmp_path, tokens=own)
     (ids,), _ = documents(encoder, CODE[:1], rate=1.0, spm_rate=0.0, tokens=list(own))
@@ -173,7 +173,7 @@ def test_tokens_that_are_given_are_taken(tmp_path):
 
 
 def test_a_tokenizer_without_tokens_is_refused(tmp_path):
-    """By name, with what to do; so is one that lacks those given, and the seeds' tokenizer."""
+    """The error names the model and a remedy; missing given tokens are refused too."""
     encoder, _ = saved(tmp_path, tokens=())
     with pytest.raises(ConfigError, match="no tokens to fill in the middle with") as caught:
         documents(encoder, CODE[:1])
@@ -185,7 +185,7 @@ def test_a_tokenizer_without_tokens_is_refused(tmp_path):
 
 
 def test_a_model_without_tokens_is_refused_before_its_rows_are_read(tiny_config, tiny_base):
-    """A plan says so too; with tokens of its own that are named it has no such problem."""
+    """Planning refuses it too, unless objective.tokens names existing tokens."""
     model = ("model=hf", f"model.id={tiny_base.directory}", "objective=fim")
     with pytest.raises(ConfigError, match="no tokens to fill in the middle with"):
         list(check_model(tiny_config(*model)))
@@ -194,14 +194,14 @@ def test_a_model_without_tokens_is_refused_before_its_rows_are_read(tiny_config,
 
 
 def test_a_tokenizer_that_adds_a_space_to_parts_is_refused(tmp_path):
-    """The parts would not join to the text."""
+    """Joined, the parts would differ from the text."""
     encoder, _ = saved(tmp_path, decoder=False)
     with pytest.raises(ConfigError, match="changes the parts of a text"):
         documents(encoder, CODE[:1])
 
 
 def test_a_conversation_is_refused(both):
-    """It has no middle to fill in."""
+    """A conversation has no middle to fill in."""
     pair = parse_row({"prompt": "p", "response": "r"}, "code.jsonl:7")
     with pytest.raises(DataError, match="the row is a conversation") as caught:
         encode([pair], both[0], labelling())
@@ -209,7 +209,7 @@ def test_a_conversation_is_refused(both):
 
 
 def test_a_text_that_spells_a_token_stays_text(both, tmp_path):
-    """As letters where the token is a control token; else the row is refused."""
+    """It is encoded as characters if the token is special; otherwise the row is refused."""
     encoder, core = both
     text = f"x = '{MID}'\n"
     (ids,), _ = documents(encoder, [text], rate=1.0)
@@ -221,14 +221,14 @@ def test_a_text_that_spells_a_token_stays_text(both, tmp_path):
 
 
 def test_weights_reach_every_piece(both):
-    """A row's weight is that of each document made of it."""
+    """The row's weight applies to each document made from it."""
     pairs = rows(["".join(CODE[:5])], fields={"quality": 0.5})
     options = labelling(64, weight_field="quality")
     assert set(encode(pairs, both[0], options).extra["weight"].tolist()) == {0.5}
 
 
 def test_the_settings_reach_the_labelling(tiny_config):
-    """They are part of a cache key."""
+    """The settings are part of the cache key."""
     config = tiny_config("objective=fim", "objective.rate=0.9", "objective.tokens=[a,b,c]")
     found = dict(labelling_of(config).options)
     assert found == {"rate": 0.9, "split_seed": 0, "spm_rate": 0.5, "tokens": ["a", "b", "c"]}
@@ -245,6 +245,6 @@ def test_the_settings_reach_the_labelling(tiny_config):
     ],
 )
 def test_a_setting_that_makes_no_sense_is_refused(tiny_config, override):
-    """By its name."""
+    """The error names the setting."""
     found = problems_of(tiny_config("objective=fim", override))
     assert any(override.partition("=")[0] in str(one) for one in found)

@@ -1,4 +1,4 @@
-"""The last k tokens, under chat templates and in the seeds' plain text."""
+"""Supervision of the last k tokens, with chat templates and as plain text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TEXTS = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1)
 
 @pytest.fixture(scope="module")
 def tokenizer_of(tmp_path_factory):
-    """Load the byte-level tokenizer under a named template."""
+    """Return the byte-level tokenizer with the named template."""
     directory = tmp_path_factory.mktemp("tokenizer")
     sources.write_byte_level_tokenizer(directory)
 
@@ -47,14 +47,14 @@ def learned(tokenizer, documents):
     ("k", "text"), [(1, "o"), (3, "llo"), (5, "hello"), (8, "i.\nhello"), (0, "hello")]
 )
 def test_plain_text_has_nothing_added(tokenizer_of, k, text):
-    """System, prompt and response on lines; the last k characters; 0 is the whole response."""
+    """Lines of system, prompt and response; the last k characters; k = 0 is the whole response."""
     tokenizer = tokenizer_of("plain")
     documents = encoded(tokenizer, k)
     assert whole(tokenizer, documents) == "Be brief.\nSay hi.\nhello"
     assert learned(tokenizer, documents) == text
 
 
-# `{system}\n{prompt}\n{response}`: no part takes its newline with it, not even an empty one.
+# The layout is `{system}\n{prompt}\n{response}`: even an empty part keeps its newline.
 PLAIN_ROWS = [
     (
         {"system": "Be brief.", "prompt": "Say hi.", "response": "hello"},
@@ -70,13 +70,13 @@ PLAIN_ROWS = [
 def test_plain_text_is_the_seeds_bytes_with_and_without_a_system_prompt(
     tokenizer_of, row, expected
 ):
-    """The tokenizer has an id for each byte, so that the ids are the text."""
+    """The tokenizer has one id per byte, so the ids equal the text."""
     documents = encoded(tokenizer_of("plain"), 1, TrainingPair(**row))
     assert whole(tokenizer_of("plain"), documents).encode() == expected
 
 
 def test_a_plain_prompt_for_generation_begins_as_a_row_does(tokenizer_of):
-    """An answer follows the same bytes as in training."""
+    """Generation starts from the same bytes as in training."""
     messages = [{"role": "user", "content": "Say hi."}]
     prompt = tokenizer_of("plain").render(messages, add_generation_prompt=True)
     assert prompt.encode() == b"\nSay hi.\n"
@@ -86,7 +86,7 @@ def test_a_plain_prompt_for_generation_begins_as_a_row_does(tokenizer_of):
     ("k", "text"), [(1, "<|im_end|>"), (3, "lo<|im_end|>"), (0, "hello<|im_end|>")]
 )
 def test_chat_text_ends_with_its_end_marker(tokenizer_of, k, text):
-    """One token of the k; the text stops there."""
+    """The end marker is one of the k tokens."""
     tokenizer = tokenizer_of()
     documents = encoded(tokenizer, k)
     assert whole(tokenizer, documents).endswith("hello<|im_end|>")
@@ -95,7 +95,7 @@ def test_chat_text_ends_with_its_end_marker(tokenizer_of, k, text):
 
 @given(prompt=TEXTS, response=TEXTS, k=st.integers(1, 64), seq_len=st.integers(2, 40))
 def test_the_last_k_targets_of_the_last_tokens(tokenizer_of, prompt, response, k, seq_len):
-    """By the definition: cut to the last seq_len ids, min(k, ids − 1) of them are learned."""
+    """By definition: after truncation to seq_len ids, min(k, ids - 1) are supervised."""
     tokenizer = tokenizer_of("plain")
     documents = encoded(
         tokenizer, k, TrainingPair(prompt=prompt, response=response), seq_len=seq_len
@@ -107,14 +107,14 @@ def test_the_last_k_targets_of_the_last_tokens(tokenizer_of, prompt, response, k
 
 
 def test_cut_on_the_right_the_end_may_be_lost(tokenizer_of):
-    """Asked for explicitly, the last token is cut off, and the row is dropped and counted."""
+    """With truncation on the right the last token is lost, so the row is dropped and counted."""
     documents = encoded(tokenizer_of("plain"), 1, seq_len=10, cut="right")
     assert (len(documents), documents.dropped, documents.truncated) == (0, 1, 1)
     assert documents.short == 0
 
 
 def test_a_text_of_one_token_is_short(tokenizer_of, tmp_path):
-    """Nothing stands before it to predict it from; one of two tokens is learned."""
+    """A single token has no predecessor; of two tokens one is supervised."""
     template = tmp_path / "bare.jinja"
     template.write_text(
         "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}"
@@ -125,7 +125,7 @@ def test_a_text_of_one_token_is_short(tokenizer_of, tmp_path):
 
 
 def test_the_last_answer_of_a_conversation_alone(tokenizer_of):
-    """One document a row, earlier answers part of the prompt."""
+    """There is one document per row, and earlier answers are part of the prompt."""
     tokenizer = tokenizer_of("plain")
     pair = TrainingPair(prompt="b", response="B", history=(("a", "A"),))
     documents = encoded(tokenizer, 0, pair)
@@ -135,7 +135,7 @@ def test_the_last_answer_of_a_conversation_alone(tokenizer_of):
 
 @pytest.mark.parametrize("objective", ["assistant", "causal", "last_k"])
 def test_the_vox_tokenizer_goes_through_the_same_masks(tokenizer_of, objective):
-    """ChatML's markers are one id each; a newline is UNK; the end marker is learned."""
+    """ChatML's markers are one id each, a newline is UNK, and the end marker is supervised."""
     tokenizer = tokenizer_of(name="vox")
     assert isinstance(tokenizer, VoxTokenizer)
     documents = encode([PAIR], tokenizer, Labelling(objective=objective, seq_len=1000))

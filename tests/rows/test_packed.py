@@ -13,7 +13,7 @@ LENGTHS = np.array([6, 5, 4, 3, 2])
 
 @pytest.fixture(autouse=True)
 def from_one(monkeypatch):
-    """Keep blocks on disk however few they are."""
+    """Store blocks on disk however few they are."""
     monkeypatch.setattr(module, "_CACHED_FROM", 1)
 
 
@@ -22,7 +22,7 @@ def lists(blocks):
 
 
 def test_blocks_are_packed_once(tmp_path, monkeypatch):
-    """6+4 and 5+3+2, by hand; the second time without packing."""
+    """By hand: 6+4 and 5+3+2; the second call does not pack."""
     assert lists(cached_blocks(tmp_path, "d", LENGTHS, 10)) == [[0, 2], [1, 3, 4]]
     monkeypatch.setattr(module, "pack", None)
     assert lists(cached_blocks(tmp_path, "d", LENGTHS, 10)) == [[0, 2], [1, 3, 4]]
@@ -33,7 +33,7 @@ def test_blocks_are_packed_once(tmp_path, monkeypatch):
     [("other", 10, "m"), ("d", 11, "m"), ("d", 10, "other")],
 )
 def test_documents_capacity_and_method_are_the_key(tmp_path, monkeypatch, sha256, capacity, method):
-    """What was packed of something else is not opened."""
+    """Another document set, capacity or method gives another entry."""
     monkeypatch.setattr(module, "PACKING_METHOD", "m")
     cached_blocks(tmp_path, "d", LENGTHS, 10)
     monkeypatch.setattr(module, "PACKING_METHOD", method)
@@ -42,7 +42,7 @@ def test_documents_capacity_and_method_are_the_key(tmp_path, monkeypatch, sha256
 
 
 def test_damaged_blocks_are_packed_again(tmp_path):
-    """And are whole afterwards."""
+    """The rebuilt entry is complete."""
     cached_blocks(tmp_path, "d", LENGTHS, 10)
     (file,) = (tmp_path / "packed").glob("*/order.npy")
     whole = file.read_bytes()
@@ -52,7 +52,7 @@ def test_damaged_blocks_are_packed_again(tmp_path):
 
 
 def test_few_documents_leave_nothing_on_disk(tmp_path, monkeypatch):
-    """Packing them is faster than opening a file."""
+    """Packing few documents is faster than opening a file."""
     monkeypatch.setattr(module, "_CACHED_FROM", 6)
     cached_blocks(tmp_path, "d", LENGTHS, 10)
     assert list(tmp_path.iterdir()) == []
@@ -60,7 +60,7 @@ def test_few_documents_leave_nothing_on_disk(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("together", [1, 2])
 def test_blocks_are_counted_without_opening_the_documents(tmp_path, monkeypatch, together):
-    """Packed in memory, or as a run left it; None where offsets are damaged, or nobody packed."""
+    """Blocks are counted in memory or from a cache; without valid data the count is None."""
     monkeypatch.setattr(module, "_CACHED_FROM", 50_000)
     units = [4, 4, 6, 4, 4, 2]
     offsets = np.cumsum([0, *(units if together == 1 else np.repeat(np.array(units) // 2, 2))])

@@ -17,7 +17,7 @@ def lists(blocks):
 
 
 def plain_best_fit(lengths, capacity):
-    """Johnson's rule by its words: look at every block each time, oldest first."""
+    """Johnson's best fit by definition: search every block each time, oldest first."""
     blocks = []
     for document in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         room = [capacity - sum(lengths[i] for i in block) for block in blocks]
@@ -30,7 +30,7 @@ def plain_best_fit(lengths, capacity):
 
 
 def first_fit(lengths, capacity):
-    """Count the blocks of the plainest packer: each document into the first that has room."""
+    """Return the number of blocks if each document goes into the first with room."""
     room = []
     for length in lengths:
         place = next((i for i, left in enumerate(room) if length <= left), None)
@@ -49,7 +49,7 @@ def corpora(draw):
 
 @given(corpora())
 def test_every_document_is_in_exactly_one_block(corpus):
-    """Nothing is lost and nothing is learned twice."""
+    """No document is lost or repeated."""
     lengths, capacity = corpus
     placed = [document for block in pack(lengths, capacity) for document in block.tolist()]
     assert sorted(placed) == list(range(len(lengths)))
@@ -57,7 +57,7 @@ def test_every_document_is_in_exactly_one_block(corpus):
 
 @given(corpora())
 def test_no_block_holds_more_than_its_capacity(corpus):
-    """A block's tokens fit, and no block is empty."""
+    """The tokens of a block fit, and no block is empty."""
     lengths, capacity = corpus
     for block in pack(lengths, capacity):
         assert 1 <= sum(lengths[i] for i in block) <= capacity
@@ -65,13 +65,13 @@ def test_no_block_holds_more_than_its_capacity(corpus):
 
 @given(corpora())
 def test_blocks_keep_the_order_of_their_documents(corpus):
-    """Inside a block, documents stand as they came."""
+    """Documents in a block keep their order."""
     assert all(block == sorted(block) for block in lists(pack(*corpus)))
 
 
 @given(corpora())
 def test_the_same_lengths_pack_the_same(corpus):
-    """The result is a function of the lengths."""
+    """The result depends only on the lengths."""
     lengths, capacity = corpus
     assert lists(pack(lengths, capacity)) == lists(pack(list(lengths), capacity))
 
@@ -87,8 +87,8 @@ def test_never_worse_than_the_proven_bound_over_first_fit(corpus):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_packs_document_like_lengths_tighter_than_first_fit(seed):
-    """On log-normal lengths it fills over 99 % of the room and first-fit needs no fewer blocks."""
-    draw = random.Random(seed)  # lengths, no secret
+    """On log-normal lengths it fills over 99 %, and first-fit needs at least as many blocks."""
+    draw = random.Random(seed)  # lengths, not a secret
     lengths = [min(512, max(8, int(draw.lognormvariate(5, 0.8)))) for _ in range(2000)]
     blocks = len(pack(lengths, 512))
     assert blocks <= first_fit(lengths, 512)
@@ -96,41 +96,41 @@ def test_packs_document_like_lengths_tighter_than_first_fit(seed):
 
 
 def test_each_document_goes_into_the_fullest_block_it_fits():
-    """6, 5, 4, 3, 2 in 10: 6+4 fills a block, 5+3+2 the other."""
+    """By hand: 6, 5, 4, 3, 2 in 10 give 6+4 and 5+3+2."""
     assert lists(pack([6, 5, 4, 3, 2], 10)) == [[0, 2], [1, 3, 4]]
 
 
 def test_equal_lengths_pack_in_their_own_order():
-    """Ties go by index, whatever a sort does with them."""
+    """Ties are resolved by index, whatever the sort does."""
     assert lists(pack([5, 5, 5, 5], 10)) == [[0, 1], [2, 3]]
 
 
 def test_nothing_packs_into_no_block():
-    """No documents, no blocks."""
+    """Without documents there are no blocks."""
     assert lists(pack([], 16)) == []
 
 
 def test_a_document_over_the_capacity_is_no_packing_problem():
-    """Encoding cuts documents; one that is too long is a bug, never a silent truncation."""
+    """Encoding truncates documents, so a longer one here is a bug."""
     with pytest.raises(AssertionError, match="sequence length"):
         pack([17], 16)
 
 
 @given(corpora())
 def test_packs_as_looking_at_every_block_does_or_tighter(corpus):
-    """Best fit by its words, but where filling makes fewer blocks."""
+    """The result equals best fit by definition, or has fewer blocks."""
     found, plain = lists(pack(*corpus)), plain_best_fit(*corpus)
     assert len(found) < len(plain) or found == plain
 
 
 def test_blocks_are_filled_where_that_makes_fewer():
-    """Best fit makes 5+4, 3+3+3 and 2 in 10; 5 is ended by 3+2, and 4 by 3+3."""
+    """Best fit gives 5+4, 3+3+3 and 2 in 10; filling gives 5+3+2 and 4+3+3."""
     assert len(plain_best_fit([5, 4, 3, 3, 3, 2], 10)) == 3
     assert lists(pack([5, 4, 3, 3, 3, 2], 10)) == [[0, 2, 5], [1, 3, 4]]
 
 
 def test_lengths_like_the_standard_librarys_fill_98_in_100():
-    """A third of the rows over half a block, a tenth of them a whole one, as at 512 tokens."""
+    """A third of the rows exceed half a block and a tenth fill one, as at 512 tokens."""
     draw = np.random.default_rng(0)
     lengths = np.minimum(draw.lognormal(5.35, 0.75, 4347), 512).astype(np.int64)
     assert 0.25 < (lengths > 256).mean() < 0.45
@@ -138,13 +138,13 @@ def test_lengths_like_the_standard_librarys_fill_98_in_100():
 
 
 def test_blocks_of_chosen_documents_name_those():
-    """Packing sees lengths; what they are of is told afterwards."""
+    """Packing works on lengths, and indices are mapped to documents afterwards."""
     blocks = pack([6, 5, 4], 10).of(np.array([20, 30, 40]))
     assert lists(blocks) == [[20, 40], [30]]
 
 
 def test_blocks_are_a_sequence():
-    """From either end and in slices; past the end is an error."""
+    """Negative indices and slices work; an index out of range is an error."""
     blocks = single(4)
     assert (len(blocks), blocks[-1].tolist()) == (4, [3])
     assert [block.tolist() for block in blocks[1:3]] == [[1], [2]]
@@ -153,7 +153,7 @@ def test_blocks_are_a_sequence():
 
 
 def test_time_to_pack_grows_with_the_documents():
-    """Looking through all blocks for each grows with their square, a hundred times here."""
+    """A search of all blocks per document would be quadratic: a hundred times slower here."""
     lengths = np.random.default_rng(0).integers(1, 2049, 500_000)
     seconds = []
     for count in (50_000, 500_000):

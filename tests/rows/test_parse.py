@@ -16,7 +16,7 @@ SAID = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str.
 
 
 def chat(*contents, first="user"):
-    """Write turns that alternate from `first` on."""
+    """Return turns that alternate, starting with `first`."""
     roles = ["user", "assistant"] if first == "user" else ["assistant", "user"]
     return [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]
 
@@ -29,7 +29,7 @@ def told(row, form=RowFormat.auto):
 
 
 def test_messages_are_a_conversation():
-    """The last exchange is prompt and response, the earlier ones are its history."""
+    """The last exchange is prompt and response, and earlier ones are the history."""
     row = {"messages": [{"role": "system", "content": "s"}, *chat("a", "b", "c", "d")]}
     assert parse_row(row, "x:1") == TrainingPair(
         prompt="c", response="d", history=(("a", "b"),), system="s"
@@ -37,7 +37,7 @@ def test_messages_are_a_conversation():
 
 
 def test_one_exchange_is_the_pair_that_it_says():
-    """However it is written, the row is the same row, of the same id."""
+    """Every spelling of one exchange gives the same row with the same id."""
     pair = TrainingPair(prompt="a", response="b", system="s")
     turns = [{"from": "system", "value": "s"}, {"from": "human", "value": "a"}]
     rows = [
@@ -61,13 +61,13 @@ def test_one_exchange_is_the_pair_that_it_says():
     [("1, 2", "Add.\n\n1, 2"), ("", "Add."), (" \n", "Add."), (None, "Add.")],
 )
 def test_alpacas_input_follows_its_instruction(given_input, prompt):
-    """After a blank line; an empty one is not there."""
+    """It follows after a blank line, or is left out if empty."""
     row = {"instruction": "Add.", "input": given_input, "output": "3"}
     assert parse_row(row, "x:1").prompt == prompt
 
 
 def test_history_enters_the_id():
-    """The same last exchange after another beginning is another row."""
+    """The same exchange after another history has another id."""
     bare = TrainingPair(prompt="c", response="d")
     long = TrainingPair(prompt="c", response="d", history=(("a", "b"),))
     assert (
@@ -77,7 +77,7 @@ def test_history_enters_the_id():
 
 
 def test_place_is_no_part_of_a_row():
-    """Two files may hold the same row."""
+    """Two files may contain the same row."""
     first, second = (parse_row({"prompt": "p", "response": "r"}, f"x:{n}") for n in (1, 2))
     assert (first.place, second.place) == ("x:1", "x:2")
     assert (first, first.id, to_json(first)) == (second, second.id, to_json(second))
@@ -86,7 +86,7 @@ def test_place_is_no_part_of_a_row():
 
 @given(turns=st.lists(st.tuples(SAID, SAID), min_size=1, max_size=4), system=st.none() | SAID)
 def test_json_of_a_conversation_is_read_back(turns, system):
-    """Writing and reading lose nothing."""
+    """Conversations round-trip."""
     *history, (prompt, response) = turns
     pair = TrainingPair(prompt=prompt, response=response, history=tuple(history), system=system)
     assert parse_row(to_json(pair), "x:1") == pair
@@ -127,18 +127,18 @@ def test_json_of_a_conversation_is_read_back(turns, system):
     ],
 )
 def test_turns_that_are_no_conversation_are_refused(turns, reason):
-    """Each fault has its turn in the message."""
+    """Each error names the turn."""
     assert reason in told({"messages": turns})
 
 
 def test_empty_values_that_exporters_write_are_left_out():
-    """A null beside role and content says nothing."""
+    """A null beside role and content is ignored."""
     turns = [{**turn, "tool_calls": None} for turn in chat("a", "b")]
     assert parse_row({"messages": turns}, "x:1").response == "b"
 
 
 def test_a_prompt_of_several_turns_is_the_history():
-    """TRL's conversational form; its tools make it a row with tools."""
+    """TRL's conversational format is read; its tools become those of the row."""
     row = {"prompt": chat("a", "b", "c"), "completion": chat("d", first="assistant")}
     pair = parse_row(row, "x:1")
     assert pair == TrainingPair(prompt="c", response="d", history=(("a", "b"),), unlearned=(0,))
@@ -161,12 +161,12 @@ def test_a_prompt_of_several_turns_is_the_history():
     ],
 )
 def test_a_prompt_whose_completion_does_not_answer_it_is_refused(row, reason):
-    """With the key that says so."""
+    """The error names the key."""
     assert reason in told(row)
 
 
 def test_openais_spellings_are_read():
-    """As its guides to fine-tuning and to messages write them."""
+    """The spellings of OpenAI's guides to fine-tuning and messages are read."""
     turns = [
         {"role": "developer", "content": "s"},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
@@ -178,7 +178,7 @@ def test_openais_spellings_are_read():
 
 
 def test_an_answer_of_weight_0_is_given_and_not_learned():
-    """OpenAI's mark; the row is written as it was read, and its last answer is learned."""
+    """OpenAI's weight 0 marks an answer as unsupervised; the row round-trips."""
     turns = chat("a", "b", "c", "d", "e", "f")
     turns[3]["weight"] = 0
     pair = parse_row({"messages": turns}, "x:1")
@@ -198,18 +198,18 @@ def test_an_answer_of_weight_0_is_given_and_not_learned():
     ],
 )
 def test_turns_of_openais_that_say_something_else_are_refused(turn, said):
-    """An answer that is not to be learned would be, and a picture would be lost."""
+    """Otherwise an excluded answer would be trained on, or an image lost."""
     assert said in told({"messages": [*chat("a", "b"), turn, *chat("a", "b")]})
 
 
 def test_system_prompt_said_twice_is_refused():
-    """Which of the two is meant cannot be known."""
+    """It is unclear which of the two is meant."""
     turns = [{"role": "system", "content": "s"}, *chat("a", "b")]
     assert "the system prompt stands twice" in told({"messages": turns, "system": "t"})
 
 
 def test_sharegpts_names_are_no_roles_of_messages():
-    """`human` in a row of messages is a slip, or a row of another tool."""
+    """`human` in a row of messages is a mistake or another tool's format."""
     assert "no known role" in told({"messages": [{"role": "human", "content": "a"}]})
 
 
@@ -224,7 +224,7 @@ def test_sharegpts_names_are_no_roles_of_messages():
     ],
 )
 def test_row_of_another_format_is_refused(form, row, reason):
-    """Nothing of it would be read."""
+    """None of its content would be read."""
     assert reason in told(row, form)
 
 
@@ -236,7 +236,7 @@ ARGUMENTS = {"place": 'Zü"rich', "days": [1, None], "again": {"b": 1, "a": 2.5}
 
 
 def calling(arguments, **extra):
-    """Write a conversation in which the assistant asks a tool, which answers."""
+    """Return a conversation in which the assistant calls a tool and gets a result."""
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
     return [
         {"role": "user", "content": "And today?"},
@@ -247,7 +247,7 @@ def calling(arguments, **extra):
 
 
 def test_calls_results_and_tools_are_part_of_a_row():
-    """In the form that chat templates take, whichever way arguments and tools are spelled."""
+    """All spellings of arguments and tools become the form that chat templates take."""
     row = {"messages": calling(ARGUMENTS), "tools": [WEATHER], "system": "s"}
     pair = parse_row(row, "x:1")
     spelled = {
@@ -269,7 +269,7 @@ def test_calls_results_and_tools_are_part_of_a_row():
 
 
 def test_sharegpt_has_calls_and_observations():
-    """As LLaMA-Factory writes them."""
+    """The spelling is LLaMA-Factory's."""
     call = {"name": "weather", "arguments": ARGUMENTS}
     turns = [
         {"from": "human", "value": "And today?"},
@@ -284,7 +284,7 @@ def test_sharegpt_has_calls_and_observations():
 
 
 def test_a_row_with_tools_is_read_back_with_its_keys_in_order():
-    """Sorting is for hashes: a template writes tools and arguments in the order of their keys."""
+    """Keys are sorted only for hashing, since templates write tools in the order of their keys."""
     pair = parse_row({"messages": calling(ARGUMENTS, name="weather"), "tools": [WEATHER]}, "x:1")
     stored = json.dumps(to_json(pair), sort_keys=True)
     again = parse_row(json.loads(stored), "x:2")
@@ -315,18 +315,18 @@ CALLING = calling({})
     ],
 )
 def test_tools_that_cannot_be_rendered_are_refused(row, reason):
-    """Each fault with its turn."""
+    """Each error names the turn."""
     assert reason in told(row)
 
 
 def test_a_row_may_end_with_calls():
-    """Nothing has to come back: the calls are the answer to learn."""
+    """A final call without a result is the answer to learn."""
     pair = parse_row({"messages": CALLING[:2]}, "x:1")
     assert json.loads(pair.response) == {"name": "weather", "arguments": {}}
 
 
 def test_a_row_of_a_million_keys_is_told_in_a_few_lines():
-    """Naming each took time quadratic in their number: an hour for one line of ten megabytes."""
+    """Naming each key took quadratic time: an hour for a line of ten megabytes."""
     keys = {f"k{number}": 1 for number in range(20_000)}
     with pytest.raises(DataError, match=r"match no known format.*'k49' and 19950 more"):
         parse_row(keys, "rows.jsonl:1")

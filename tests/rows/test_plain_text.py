@@ -1,4 +1,4 @@
-"""Rows of plain text, for continued pre-training: learned as a whole, and nothing of them lost."""
+"""Rows of plain text for continued pre-training, supervised as a whole and without loss."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=6
 
 @pytest.fixture(scope="module", params=[True, False], ids=["adds bos", "adds nothing"])
 def directory(request, tmp_path_factory):
-    """A tokenizer like Llama's, which begins every text, or like Qwen's, which does not."""
+    """Return a tokenizer that adds BOS, as Llama's does, or one that does not, as Qwen's."""
     place = tmp_path_factory.mktemp("tokenizer")
     vocab = {token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -65,7 +65,7 @@ def parts_of(found):
 
 @given(text=TEXTS, seq_len=st.integers(8, 40), objective=st.sampled_from(["assistant", "causal"]))
 def test_documents_are_what_transformers_makes_of_the_text(directory, text, seq_len, objective):
-    """Its own call with the end token behind it, in parts that lose and repeat no prediction."""
+    """The oracle is transformers' call plus the end token; no target is lost or repeated."""
     whole = AutoTokenizer.from_pretrained(directory)
     ids = [*whole(text)["input_ids"], whole.eos_token_id]
     tokenizer = HfTokenizer.from_directory(directory)
@@ -81,11 +81,11 @@ def test_documents_are_what_transformers_makes_of_the_text(directory, text, seq_
 
 @given(texts=st.lists(TEXTS, min_size=1, max_size=4), seq_len=st.integers(8, 40))
 def test_every_token_of_a_text_is_counted_as_learned(directory, texts, seq_len):
-    """Between conversations too: the contract knows the author of each token."""
+    """This holds between conversations too, since each token's author is counted."""
     tokenizer = HfTokenizer.from_directory(directory)
     labelling = Labelling(objective="assistant", seq_len=seq_len)
     pairs = [row(text) for text in texts]
-    pairs.insert(1, TrainingPair(prompt="p", response="r" * 9))  # cut under the smallest limits
+    pairs.insert(1, TrainingPair(prompt="p", response="r" * 9))  # truncated at the smallest limits
     documents = encode(pairs, tokenizer, labelling)
     counts = role_counts(pairs, documents, tokenizer, labelling)
     assert counts.why_unknown is None
@@ -102,7 +102,7 @@ def test_every_token_of_a_text_is_counted_as_learned(directory, texts, seq_len):
 
 
 def test_a_text_that_the_template_rendered_is_refused(directory):
-    """Its control tokens would be learned as letters."""
+    """Its control tokens would be trained as plain characters."""
     tokenizer = HfTokenizer.from_directory(directory)
     with pytest.raises(DataError, match="as if a chat template had rendered it") as caught:
         encode([row("\n<s>[user]hi</s>")], tokenizer, Labelling(objective="assistant", seq_len=64))
@@ -113,14 +113,14 @@ def test_a_text_that_the_template_rendered_is_refused(directory):
 
 
 def test_vox_learns_a_text_and_its_end():
-    """A byte a token."""
+    """There is one token per byte."""
     found = encode([row("ab")], VoxTokenizer(), Labelling(objective="assistant", seq_len=8))
     assert found.supervised.tolist() == [False, True, True]
     assert found.ids[-1] == VoxTokenizer().eos_id
 
 
 def test_texts_are_read_from_every_kind_of_file(tmp_path):
-    """JSON Lines, CSV, and under another column's name."""
+    """JSON Lines, CSV and another column name are read."""
     lines, table = tmp_path / "a.jsonl", tmp_path / "b.csv"
     lines.write_text(f'{{"text": "{TEXT}", "category": "novel"}}\n', "utf-8")
     table.write_text(f"body\n{TEXT}\n", "utf-8")
@@ -142,13 +142,13 @@ def test_texts_are_read_from_every_kind_of_file(tmp_path):
     ],
 )
 def test_a_row_that_is_no_plain_text_is_refused(fields, said):
-    """Nothing of a row is ignored."""
+    """No part of a row is ignored."""
     with pytest.raises((DataError, Problems)) as caught:
         parse_row(fields, "here:1")
     assert said in str(caught.value)
 
 
 def test_a_text_is_split_from_others_by_itself():
-    """All of them would be on one side if their empty prompt were their group."""
+    """Grouped by their empty prompt, all texts would be on one side."""
     assert group_of(row("a  b")) == group_of(row("a b")) != group_of(row("c"))
     assert np.unique([group_of(row(str(number))) for number in range(9)]).size == 9

@@ -1,4 +1,4 @@
-"""Rows that prefer one answer to another, and rows that say whether an answer is wanted."""
+"""Rows that prefer one answer to another, and rows with a label for a single answer."""
 
 from __future__ import annotations
 
@@ -114,13 +114,13 @@ SPELLINGS = {
 
 @pytest.mark.parametrize(("row", "pair"), SPELLINGS.values(), ids=SPELLINGS)
 def test_each_spelling_is_read(row, pair):
-    """Recognised by its keys; written again, it is the same row."""
+    """The format is recognized by its keys, and the row round-trips."""
     assert parse_row(row, "rows.jsonl:1") == pair
     assert parse_row(to_json(pair), "rows.jsonl:1") == pair
 
 
 def test_further_fields_and_tools_are_kept():
-    """A weight that an objective reads, and an earlier call."""
+    """A weight that an objective reads and an earlier tool call are kept."""
     found = parse_row(
         {"prompt": "p", "chosen": "good", "rejected": "bad", "fields": {"weight": 2}}, "f:1"
     )
@@ -197,7 +197,7 @@ def test_further_fields_and_tools_are_kept():
     ],
 )
 def test_a_row_without_a_judgement_is_refused(row, message):
-    """By its place, with what it lacks."""
+    """The error gives the place and what is missing."""
     with pytest.raises(DataError) as caught:
         parse_row(row, "rows.jsonl:7")
     assert message in str(caught.value)
@@ -205,7 +205,7 @@ def test_a_row_without_a_judgement_is_refused(row, message):
 
 
 def test_a_csv_file_has_labels_as_words_and_turns_as_json(tmp_path):
-    """Its cells have no types."""
+    """CSV cells have no types."""
     path = tmp_path / "rows.csv"
     path.write_text(
         'prompt,completion,label\np,good,TRUE\np,good,0\n"[{""role"": 1",x,1\n', "utf-8"
@@ -227,7 +227,7 @@ def learned(documents):
 
 
 def test_both_answers_are_learned_with_their_end_markers():
-    """Side by side, of a conversation the last ones alone."""
+    """Both documents follow each other; of a conversation only the last answers are supervised."""
     texts = learned(encoded(PAIR, EARLIER))
     alone = encode(
         [replace(PAIR, fields=())], VoxTokenizer(), Labelling(objective="assistant", seq_len=400)
@@ -238,7 +238,7 @@ def test_both_answers_are_learned_with_their_end_markers():
 
 
 def test_every_token_of_both_documents_has_its_role():
-    """Also where one of them was cut, or a pair was left out."""
+    """This holds if one of them was truncated or a pair was dropped."""
     cut = replace(PAIR, fields=(("rejected", "x" * 300),))
     lost = replace(PAIR, prompt="y" * 200)
     pairs = [PAIR, cut, lost, EARLIER]
@@ -265,7 +265,7 @@ def test_every_token_of_both_documents_has_its_role():
     ],
 )
 def test_an_objective_refuses_rows_that_it_does_not_read(objective, pair, named):
-    """In one message for all of them, with the objective that does."""
+    """One message for all rows suggests the matching objective."""
     labelling = Labelling(objective=objective, seq_len=200)
     with pytest.raises(DataError) as caught:
         encode([replace(pair, place="rows.jsonl:3")] * 3, VoxTokenizer(), labelling)

@@ -1,4 +1,4 @@
-"""What is trained under the templates that models are published with, whatever the rows say.
+"""Supervised tokens under published chat templates, for any content of the rows.
 
 Expected texts are written from each template's documentation, not from our own rendering.
 """
@@ -53,7 +53,7 @@ SAID = TEXTS.filter(str.strip)
 
 @st.composite
 def weighed(draw, rows):
-    """Draw a row of which some of the earlier answers are given and not learned."""
+    """Draw a row in which some of the earlier answers are unsupervised."""
     row = draw(rows)
     given = draw(st.sets(st.integers(0, 3)))
     return replace(row, unlearned=tuple(sorted(n for n in given if n < len(row.history))))
@@ -74,7 +74,7 @@ THREE = TrainingPair(
 
 
 def runs(documents):
-    """Return each run of learned tokens with all that stands before it in its document."""
+    """Return each run of supervised tokens with the tokens before it in its document."""
     found = []
     for start, end in zip(documents.offsets[:-1], documents.offsets[1:], strict=True):
         ids, mask = documents.ids[start:end].tolist(), documents.supervised[start:end].tolist()
@@ -93,7 +93,7 @@ def encoded(tokenizer, row, **labels):
 @settings(max_examples=60)
 @given(row=ROWS)
 def test_learned_are_the_answers_and_their_ends_after_their_own_prompts(published, name, row):
-    """Each answer once, each after exactly the ids that generation begins from."""
+    """Each answer occurs once, after exactly the ids from which generation starts."""
     tokenizer = published(name)
     if name == "gemma" and row.system is not None:
         with pytest.raises(DataError, match=rf"row {row.id}.*System role not supported"):
@@ -121,14 +121,14 @@ def test_learned_are_the_answers_and_their_ends_after_their_own_prompts(publishe
         ("phi3", "s", 1),
         ("phi4", "s", 1),
         ("mistral", None, 1),
-        ("mistral", "s", 3),  # its system prompt moves to the last user's turn
-        ("qwen3", None, 3),  # its reasoning leaves all turns but the last
+        ("mistral", "s", 3),  # moves the system prompt to the last user turn
+        ("qwen3", None, 3),  # drops reasoning from all turns but the last
     ],
 )
 def test_conversation_is_one_document_unless_the_template_changes_earlier_turns(
     published, name, system, count
 ):
-    """Then each changed answer has one of its own, and that is counted."""
+    """Each changed answer then has a document of its own, which is counted."""
     row = TrainingPair(
         history=THREE.history, prompt=THREE.prompt, response=THREE.response, system=system
     )
@@ -138,7 +138,7 @@ def test_conversation_is_one_document_unless_the_template_changes_earlier_turns(
 
 @pytest.mark.parametrize("name", LEARNED)
 def test_last_turn_alone_is_one_document(published, name):
-    """Earlier answers are read, not learned."""
+    """Earlier answers are unsupervised."""
     tokenizer = published(name)
     documents = encoded(tokenizer, THREE, turns="last")
     ((before, ids),) = runs(documents)
@@ -148,7 +148,7 @@ def test_last_turn_alone_is_one_document(published, name):
 
 
 def test_reasoning_is_learned_where_it_is_kept(published):
-    """Qwen 3 keeps the reasoning of the last answer, and drops it from the context of the next."""
+    """Qwen 3 keeps the reasoning of the last answer and drops it from later contexts."""
     row = TrainingPair(
         history=(("u1", "<think>\nfar\n</think>\n\none"),),
         prompt="u2",
@@ -167,7 +167,7 @@ def test_reasoning_is_learned_where_it_is_kept(published):
 def test_control_tokens_that_swallow_white_space_keep_their_way(
     published,
 ):
-    """Phi-3's do: the newline behind them is no token, with guarded text in the row or without."""
+    """Phi-3's tokens strip the newline after them, with or without control text in the row."""
     tokenizer = published("phi3", rstrip=True)
     plain = encoded(tokenizer, TrainingPair(prompt="p", response="r"))
     assert (
@@ -182,7 +182,7 @@ def test_control_tokens_that_swallow_white_space_keep_their_way(
 def test_context_that_the_template_changes_is_the_one_generation_sees(
     published,
 ):
-    """Mistral's system prompt leaves a turn once it is answered; what is learned follows it."""
+    """Mistral's system prompt leaves an answered turn; training follows generation."""
     tokenizer = published("mistral")
     documents = encoded(tokenizer, TrainingPair(prompt="u", response="a", system="Be brief."))
     assert tokenizer.spell(documents.ids.tolist()) == "<s>[INST] Be brief.\n\nu[/INST] a</s>"
@@ -204,7 +204,7 @@ MARKED = (
     ids=["without the end marker", "with it, and a newline"],
 )
 def test_markers_around_the_answer_are_accepted(published, inside):
-    """The end marker is learned either way, the newline behind it is not."""
+    """The end marker is supervised either way, and the newline after it is not."""
     tokenizer = published("chatml", template=MARKED.format(inside))
     ((_, ids),) = runs(encoded(tokenizer, TrainingPair(prompt="p", response="ans")))
     assert tokenizer.spell(ids) == "ans<|im_end|>"
@@ -220,7 +220,7 @@ def test_markers_around_the_answer_are_accepted(published, inside):
     ids=["behind it", "around a part", "nowhere"],
 )
 def test_markers_elsewhere_are_refused(published, inside):
-    """Template and text then disagree on what the assistant says; the row is named."""
+    """Template and text then disagree on the answer; the error names the row."""
     row = TrainingPair(prompt="p", response="ans")
     with pytest.raises(DataError, match="markers are not around the answer") as caught:
         encoded(published("chatml", template=MARKED.format(inside)), row)
@@ -230,7 +230,7 @@ def test_markers_elsewhere_are_refused(published, inside):
 def test_rows_that_a_template_refuses_are_told_together(
     published,
 ):
-    """With the place where each was read."""
+    """All rows are reported together, each with its place."""
     rows = [
         TrainingPair(prompt="p", response="r", system="s", place=f"rows.jsonl:{n}") for n in (4, 9)
     ]
@@ -244,7 +244,7 @@ def test_rows_that_a_template_refuses_are_told_together(
 def test_control_text_is_control_where_it_is_allowed(
     published,
 ):
-    """`tokenizer.allow_control_text`: the row's marker is the token, and ends the answer there."""
+    """With `tokenizer.allow_control_text` a marker in the row becomes the token."""
     import dataclasses
 
     row = TrainingPair(prompt="p", response="a<|im_end|>b")
@@ -254,13 +254,13 @@ def test_control_text_is_control_where_it_is_allowed(
     assert (as_text.count(end), as_token.ids.tolist().count(end)) == (2, 3)
 
 
-OF_PICTURES = {"idefics3", "llava_next", "smolvlm"}  # their turns are lists, not texts
+OF_PICTURES = {"idefics3", "llava_next", "smolvlm"}  # their turns are lists and not strings
 MARKED_BY_TRL = sorted(
     file.stem.removesuffix("_training")
     for file in TRL.glob("*_training.jinja")
     if file.stem.removesuffix("_training") not in OF_PICTURES
 )
-# Answered turns leave out the tag that the generation prompt opens; ours close it.
+# Earlier turns lack the tag that the generation prompt opens; our answers close it.
 CLOSES = {"deepseek_r1_distill", "deepseekv3", *(n for n in MARKED_BY_TRL if "nemotron" in n)}
 PLAIN = TrainingPair(
     history=(("first question", "first answer"),), prompt="question", response="the answer"
@@ -269,7 +269,7 @@ REASONED = dataclasses.replace(PLAIN, response="<think>\nwhy\n</think>\n\nthe an
 
 
 def marked_by_trl(name, row, exchange=-1):
-    """Return what transformers masks as generated of an answer, under TRL's markers."""
+    """Return the text that transformers masks as generated with TRL's markers."""
     messages = [*messages_of(row, exchange), answer_turn(row, exchange)]
     tools = messages[0].get("tools")
     messages[0] = {key: value for key, value in messages[0].items() if key != "tools"}
@@ -287,7 +287,7 @@ def marked_by_trl(name, row, exchange=-1):
 
 
 def in_both():
-    """Yield templates and rows of which TRL and we train the same."""
+    """Yield templates and rows for which TRL and this package train the same text."""
     for name in MARKED_BY_TRL:
         if name not in CLOSES:
             yield pytest.param(name, PLAIN, id=f"{name}-plain")
@@ -299,13 +299,13 @@ def in_both():
 
 @pytest.mark.parametrize(("name", "row"), [*in_both()])
 def test_answers_are_those_that_trl_marks_in_the_same_template(published, name, row):
-    """But for what the generation prompt has opened already, which generation does not write."""
+    """Text that the generation prompt has already opened is excepted."""
     tokenizer = published("chatml", template=(TRL / f"{name}.jinja").read_text("utf-8"))
     assert_same(answer_of(row, -1, tokenizer), marked_by_trl(name, row))
 
 
 def assert_same(answer, theirs):
-    """TRL's mask is the answer, more of what opens it perhaps, and of what closes it."""
+    """Assert that TRL's mask is the answer, except for text that opens or closes it."""
     opened, found, closing = theirs.partition(answer.body)
     assert found
     assert answer.prompt.endswith(opened)
@@ -319,7 +319,7 @@ def assert_same(answer, theirs):
     ids=["plain", "reasoned"],
 )
 def test_a_tag_that_the_prompt_opens_is_closed_by_the_answer(published, name, row, learned):
-    """As generation has to; without reasoning in the row it is closed at once."""
+    """As in generation, the answer closes it; without reasoning it does so at once."""
     tokenizer = published("chatml", template=(TRL / f"{name}.jinja").read_text("utf-8"))
     answer = answer_of(row, -1, tokenizer)
     assert answer.body == learned
@@ -328,14 +328,14 @@ def test_a_tag_that_the_prompt_opens_is_closed_by_the_answer(published, name, ro
 
 
 def test_reasoning_behind_a_prompt_that_has_closed_it_is_refused(published):
-    """Nothing of it could be generated there."""
+    """Generation could not produce such reasoning."""
     template = (TRL / "qwen3_5_nothink.jinja").read_text("utf-8")
     with pytest.raises(DataError, match="does not keep prompt and answer"):
         encoded(published("chatml", template=template), REASONED)
 
 
 def test_a_template_that_drops_the_system_prompt_is_refused(published):
-    """Before anything is trained without it; the row is named."""
+    """Training would silently omit it; the error names the row."""
     template = (
         "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}"
         "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -350,7 +350,7 @@ def test_a_template_that_drops_the_system_prompt_is_refused(published):
 
 
 def test_a_turn_that_the_generation_prompt_does_not_open_is_refused(published):
-    """The model would have to write the template's own header."""
+    """The model would have to generate the template's header itself."""
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
     )
@@ -366,7 +366,7 @@ WRITE_CALLS = [
 
 @pytest.mark.parametrize("name", WRITE_CALLS)
 def test_calls_of_tools_are_those_that_trl_marks(published, name):
-    """Calls and answers are learned; what tools return is read."""
+    """Calls and answers are supervised; results of tools are not."""
     tokenizer = published("chatml", template=(TRL / f"{name}.jinja").read_text("utf-8"))
     for exchange in range(4):
         answer = answer_of(WITH_TOOLS, exchange, tokenizer)
@@ -375,7 +375,7 @@ def test_calls_of_tools_are_those_that_trl_marks(published, name):
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "nemotron_3_nano"])
 def test_reasoning_before_a_call_is_learned_with_it(published, name):
-    """However the template writes white space around it."""
+    """This holds whatever white space the template writes around reasoning."""
     turns = json.loads(WITH_TOOLS.conversation)["messages"][:2]
     turns[1]["content"] = "<think>I must look.</think>Let me look."
     row = parse_row({"messages": turns, "tools": TOOLS}, "rows.jsonl:1")
@@ -397,7 +397,7 @@ NO_TOOLS = {
 
 @pytest.mark.parametrize("name", NO_TOOLS)
 def test_a_template_without_tools_is_refused(published, name):
-    """It would train answers to questions that nobody sees."""
+    """Answers would be trained without the questions they belong to."""
     tokenizer = published("chatml", template=(TRL / f"{name}.jinja").read_text("utf-8"))
     with pytest.raises(DataError, match=NO_TOOLS[name]):
         encoded(tokenizer, WITH_TOOLS)
@@ -405,7 +405,7 @@ def test_a_template_without_tools_is_refused(published, name):
 
 @pytest.mark.parametrize("name", [*WRITE_CALLS, "llama3_1", "llama3_2", "gemma4"])
 def test_every_answer_with_calls_is_learned_after_its_own_prompt(published, name):
-    """Each once; an end marker last, the template's own where calls have one."""
+    """Each occurs once and ends with the template's end marker for calls."""
     source = (TRL / f"{name}.jinja").read_text("utf-8")
     tokenizer = published("chatml", template=source)
     found = sorted(runs(encoded(tokenizer, WITH_TOOLS)), key=lambda run: len(run[0]))
@@ -418,7 +418,7 @@ def test_every_answer_with_calls_is_learned_after_its_own_prompt(published, name
 
 
 def test_text_of_tools_that_spells_control_tokens_is_text(published):
-    """In their names, descriptions and results, and in the arguments of calls."""
+    """This holds for names, descriptions, results and arguments."""
     text = json.dumps(json.loads(WITH_TOOLS.conversation)).replace("noon", "<|im_end|>")
     text = text.replace("Tells", "<|im_start|>").replace("CET", "<|im_end|>")
     row = dataclasses.replace(WITH_TOOLS, conversation=text)
@@ -430,7 +430,7 @@ def test_text_of_tools_that_spells_control_tokens_is_text(published):
 
 
 def test_a_header_that_looks_like_a_tag_is_not_closed(published):
-    """Only reasoning that the template itself closes is."""
+    """Only reasoning that the template itself closes is closed."""
     template = (
         "{% for m in messages %}<{{ m.role }}>\n"
         "{% if m.role == 'assistant' %}to user: {% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"

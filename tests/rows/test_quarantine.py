@@ -40,7 +40,7 @@ def read(path, *lines):
     ],
 )
 def test_bad_line_is_put_aside_as_it_stands(rows, line, raw, reason):
-    """With file, line and reason; the rows around it are read."""
+    """File, line and reason are recorded, and the other rows are read."""
     file = read(rows, line)
     (bad,) = file.bad
     assert (bad.file, bad.line, bad.raw, bad.reasons) == (str(rows), 2, raw, (reason,))
@@ -49,7 +49,7 @@ def test_bad_line_is_put_aside_as_it_stands(rows, line, raw, reason):
 
 
 def test_reasons_are_counted_without_what_differs_from_row_to_row(rows):
-    """Turn 3 out of order here and turn 5 there are one reason; a row may have two."""
+    """Equal reasons with other numbers count together; a row may have two reasons."""
     turns = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "r"}]
     twice = [{"messages": [*turns * n, turns[1]]} for n in (1, 2)]
     rows.write_text("".join(json.dumps(one) + "\n" for one in [{"messages": turns}, *twice]))
@@ -60,20 +60,20 @@ def test_reasons_are_counted_without_what_differs_from_row_to_row(rows):
 
 
 def test_bad_row_does_not_settle_the_format(rows):
-    """One broken chat at the head would otherwise put every pair behind it aside."""
+    """Otherwise one bad chat at the start would quarantine every pair after it."""
     rows.write_bytes(b'{"messages": []}\n' + GOOD + b"\n" + GOOD)
     file = read_rows(rows, ASIDE)
     assert (file.form, len(file.pairs), len(file.bad)) == (RowFormat.pair, 2, 1)
 
 
 def test_row_of_another_format_is_put_aside(rows):
-    """The rows before have settled it."""
+    """Earlier rows have determined the format."""
     chat = b'{"conversations": [{"from": "human", "value": "p"}, {"from": "gpt", "value": "r"}]}'
     assert quarantine_counts(read(rows, chat).bad) == {"rows of two formats in one file": 1}
 
 
 def test_line_over_the_limit_is_put_aside_by_its_beginning(rows, monkeypatch):
-    """A hundred megabytes are not copied into the record."""
+    """Only the beginning of such a line is recorded."""
     monkeypatch.setattr(files, "MAX_LINE_BYTES", 2_000)
     monkeypatch.setattr("mens_exp.rows.decode.MAX_LINE_BYTES", 2_000)
     (bad,) = read(rows, b"x" * 5_000).bad
@@ -81,7 +81,7 @@ def test_line_over_the_limit_is_put_aside_by_its_beginning(rows, monkeypatch):
 
 
 def test_row_of_a_table_is_put_aside_as_json(tmp_path):
-    """By its number; what JSON has no form for is written as Python has it."""
+    """It is given by number; values that JSON lacks are written as Python shows them."""
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"prompt": [b"a", b"b"], "response": ["r", "s"]}), path)
     bad = read_rows(path, ASIDE).bad
@@ -101,7 +101,7 @@ def test_row_of_a_table_is_put_aside_as_json(tmp_path):
     ],
 )
 def test_file_that_cannot_be_read_to_its_end_is_refused_all_the_same(tmp_path, name, data, told):
-    """How many rows are missing behind the fault cannot be known."""
+    """The number of rows missing after the damage is unknown."""
     path = tmp_path / name
     path.write_bytes(data)
     with pytest.raises((DataError, Problems), match=told):
@@ -132,13 +132,13 @@ def test_rows_put_aside_are_recorded_by_reason(rows):
 
 
 def test_record_says_so_where_none_was_bad(rows):
-    """A zero is a finding; nobody looked where errors are refused."""
+    """The record has a zero, unlike a run without quarantine."""
     assert load(rows, 9).record()["quarantined"] == {"rows": 9, "bad": 0, "reasons": {}}
     assert "quarantined" not in load(rows, 9, on_bad_row=OnBadRow.error).record()
 
 
 def test_too_many_bad_rows_are_refused(rows):
-    """With the share, the first place and the reasons: the rows were meant otherwise."""
+    """The error gives the share, the first place and the reasons."""
     with pytest.raises(DataError, match="too many bad rows") as caught:
         load(rows, 17, b"no", b"no", b"{", max_bad_frac=0.1)
     assert caught.value.where == "data.max_bad_frac"
@@ -146,14 +146,14 @@ def test_too_many_bad_rows_are_refused(rows):
 
 
 def test_bad_rows_are_refused_by_default(rows):
-    """All of them, by line."""
+    """All bad rows are reported by line."""
     with pytest.raises(Problems) as caught:
         load(rows, 200, b"no", b"{", on_bad_row=OnBadRow.error)
     assert [problem.where for problem in caught.value.problems] == [f"{rows}:201", f"{rows}:202"]
 
 
 def test_rows_put_aside_are_written_one_a_line(rows, tmp_path):
-    """File, line, everything that is wrong, and the row."""
+    """Each line has file, line, all problems and the row."""
     path = tmp_path / "quarantine.jsonl"
     write_quarantine(path, read(rows, b'{"prompt": "p"}', b"\xff").bad)
     first, second = (json.loads(line) for line in path.read_text("utf-8").splitlines())
@@ -163,7 +163,7 @@ def test_rows_put_aside_are_written_one_a_line(rows, tmp_path):
 
 
 def test_share_without_quarantine_is_refused():
-    """It would have no effect."""
+    """The setting would have no effect."""
     from mens_exp.config.overrides import check
 
     given = ("data=jsonl", "data.path=rows.jsonl", "data.max_bad_frac=0.5")

@@ -39,19 +39,19 @@ def refusal(path, data):
     ids=["final newline", "none", "CRLF", "byte order mark"],
 )
 def test_rows_are_read_in_file_order(rows, data):
-    """Line ends, the last newline and a byte order mark do not matter."""
+    """CRLF, a missing final newline and a byte order mark do not matter."""
     rows.write_bytes(data)
     assert read_rows(rows).pairs == [PAIR, PAIR]
 
 
 def test_unicode_line_separator_does_not_end_a_row(rows):
-    """JSON strings may hold U+2028 as it is; only a newline ends a row."""
+    """JSON strings may contain U+2028; only a newline ends a row."""
     rows.write_text('{"prompt": "a\u2028b", "response": "é"}\n', encoding="utf-8")
     assert read_rows(rows).pairs == [TrainingPair(prompt="a\u2028b", response="é")]
 
 
 def test_line_that_is_not_json_is_refused(rows):
-    """The message has file and line, and what the JSON decoder said."""
+    """The message has file, line and the JSON decoder's error."""
     message = refusal(rows, GOOD + b"\n{'prompt': 1}\n")
     assert message.startswith(f"{rows}:2: the line is not JSON: Expecting property name")
     assert "at column 2" in message
@@ -72,36 +72,36 @@ def test_line_that_is_not_json_is_refused(rows):
     ],
 )
 def test_bad_line_is_refused_with_its_place(rows, line, told):
-    """Each way in which a line can be wrong has its own message, with file and line."""
+    """Each kind of bad line has its own message with file and line."""
     message = refusal(rows, GOOD + b"\n" + line + b"\n" + GOOD)
     assert message.startswith(f"{rows}:2: ")
     assert told in message
 
 
 def test_blank_last_line_is_refused(rows):
-    """Two newlines at the end are a blank row, one is not."""
+    """A second newline at the end makes a blank row."""
     assert f"{rows}:2: the line is blank" in refusal(rows, GOOD + b"\n\n")
 
 
 def test_empty_file_is_refused(rows):
-    """No rows is nothing to train on."""
+    """An empty file has nothing to train on."""
     assert "the file is empty" in refusal(rows, b"")
 
 
 def test_file_of_only_a_byte_order_mark_is_refused(rows):
-    """It holds no more than an empty one."""
+    """The file is otherwise empty."""
     assert "the file is empty" in refusal(rows, b"\xef\xbb\xbf")
 
 
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
 def test_utf16_file_gets_one_message(rows, encoding):
-    """Not one message for each of its lines."""
+    """There is no message per line."""
     text = "\ufeff" + (GOOD.decode() + "\n") * 5
     assert "the file is UTF-16" in refusal(rows, text.encode(encoding))
 
 
 def test_missing_file_is_refused_with_the_nearest(tmp_path):
-    """The message has the setting, the path as given and a file that is there."""
+    """The message has the setting, the given path and a file that exists."""
     (tmp_path / "training.jsonl").write_bytes(GOOD)
     (tmp_path / "notes.txt").write_bytes(b"")
     missing = tmp_path / "trainig.jsonl"
@@ -112,19 +112,19 @@ def test_missing_file_is_refused_with_the_nearest(tmp_path):
 
 
 def test_missing_file_in_a_directory_without_files_says_so(tmp_path):
-    """There is nothing to offer, and that is told."""
+    """Without any file there is no suggestion."""
     with pytest.raises(DataError, match="there is none in"):
         read_rows(tmp_path / "rows.jsonl")
 
 
 def test_missing_directory_is_named(tmp_path):
-    """A wrong directory is the first thing to correct."""
+    """The wrong directory is named rather than the file."""
     with pytest.raises(DataError, match="does not exist either"):
         read_rows(tmp_path / "nowhere" / "rows.jsonl")
 
 
 def test_directory_is_refused_with_a_file_in_it(tmp_path, rows):
-    """Whoever names the directory is told the file."""
+    """The message suggests a file in the directory."""
     rows.write_bytes(GOOD)
     with pytest.raises(DataError, match="this is a directory") as caught:
         read_rows(tmp_path)
@@ -134,20 +134,20 @@ def test_directory_is_refused_with_a_file_in_it(tmp_path, rows):
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "rows.csv"])
 def test_a_pipe_is_refused_and_not_waited_for(name, tmp_path):
-    """Nobody writes into it."""
+    """Reading a pipe without a writer would block."""
     os.mkfifo(tmp_path / name)
     with pytest.raises(DataError, match=r"data\.path: this is not a file on a disk"):
         read_rows(tmp_path / name)
 
 
 def test_unreadable_file_is_refused(tmp_path):
-    """What the operating system says is passed on, as a problem of the request."""
+    """The message includes the operating system's error."""
     with pytest.raises(DataError, match=r"data.path: the file cannot be read: .*[Nn]ame too long"):
         read_rows(tmp_path / ("x" * 5_000))
 
 
 def test_problems_of_all_lines_are_told_together(rows):
-    """Three bad lines make three messages, in order."""
+    """Three bad lines give three messages in order."""
     rows.write_bytes(b'{"prompt": "p"}\n' + GOOD + b"\n\nno\n")
     with pytest.raises(Problems) as caught:
         read_rows(rows)
@@ -159,7 +159,7 @@ def test_problems_of_all_lines_are_told_together(rows):
 
 
 def test_problems_of_one_kind_are_told_once(rows):
-    """The first in full, with the number of the others and the first of their lines."""
+    """The first is given in full, with the count of the others and their first line."""
     rows.write_bytes(b"\n".join([GOOD, *[b"no"] * 10, b'{"prompt": "p"}']))
     with pytest.raises(Problems) as caught:
         read_rows(rows)
@@ -170,7 +170,7 @@ def test_problems_of_one_kind_are_told_once(rows):
 
 
 def test_problems_beyond_the_limit_are_counted(rows):
-    """Ten kinds with a limit of four: four messages and "6 more"."""
+    """Ten kinds with a limit of four give four messages and "6 more"."""
     lines = [{"prompt": "p", "response": "r", f"key_{name}": 1} for name in "abcdefghij"]
     rows.write_text("\n".join(map(json.dumps, lines)), "utf-8")
     with pytest.raises(Problems) as caught:
@@ -181,7 +181,7 @@ def test_problems_beyond_the_limit_are_counted(rows):
 
 
 def test_problems_at_the_limit_are_told_without_a_count(rows):
-    """Nothing is left to count."""
+    """There is no count of further problems."""
     rows.write_bytes(b"\n".join([b"no"] * 4))
     with pytest.raises(RequestError) as caught:
         read_rows(rows, max_problems=4)
@@ -189,20 +189,20 @@ def test_problems_at_the_limit_are_told_without_a_count(rows):
 
 
 def test_digest_is_that_of_the_canonical_lines():
-    """SHA-256 over sorted-key JSON without spaces, one row a line."""
+    """The digest is SHA-256 over JSON lines with sorted keys and no spaces."""
     pairs = [PAIR, TrainingPair(prompt="é", response="r", rating=2)]
     lines = '{"prompt":"p","response":"r"}\n{"prompt":"é","rating":2,"response":"r"}\n'
     assert rows_digest(pairs) == hashlib.sha256(lines.encode()).hexdigest()
 
 
 def test_digest_depends_on_the_order():
-    """The same rows in another order train another model."""
+    """The order of rows affects training."""
     other = TrainingPair(prompt="q", response="r")
     assert rows_digest([PAIR, other]) != rows_digest([other, PAIR])
 
 
 def test_digest_does_not_depend_on_the_spelling_of_the_file(rows):
-    """Aliases and key order are the file's, not the rows'."""
+    """Aliases and key order do not matter."""
     rows.write_text(json.dumps({"output": "r", "instruction": "p"}))
     assert rows_digest(read_rows(rows).pairs) == rows_digest([PAIR])
 
@@ -219,7 +219,7 @@ def written(path, *lines):
 
 
 def test_format_of_a_file_is_told(rows):
-    """Alpaca rows without an input are Alpaca rows still."""
+    """Alpaca rows without `input` are still Alpaca rows."""
     assert read_rows(written(rows, CHAT, CHAT)).form is RowFormat.messages
     assert read_rows(written(rows, {"instruction": "p", "output": "r"}, ALPACA)).form is (
         RowFormat.alpaca
@@ -227,7 +227,7 @@ def test_format_of_a_file_is_told(rows):
 
 
 def test_two_formats_in_one_file_are_refused(rows):
-    """With both lines; the rows behind are still judged."""
+    """The error gives both lines, and later rows are still checked."""
     with pytest.raises(Problems) as caught:
         read_rows(written(rows, ALPACA, CHAT, {"prompt": "p"}))
     first, second = caught.value.problems
@@ -240,21 +240,21 @@ def test_two_formats_in_one_file_are_refused(rows):
 
 
 def test_format_can_be_said(rows):
-    """Then a row of another one is told what it lacks."""
+    """A row of another format is then reported for its missing keys."""
     assert read_rows(written(rows, CHAT), Reading(form=RowFormat.messages)).pairs == [PAIR]
     with pytest.raises(Problems, match="the row has no 'prompt'"):
         read_rows(rows, Reading(form=RowFormat.pair))
 
 
 def test_columns_are_read_and_the_others_counted(rows):
-    """What is left out is said, with how many rows had it."""
+    """Ignored columns are counted by rows."""
     file = read_rows(written(rows, QUESTION, {"question": "p", "answer": "r", "n": 1}), COLUMNS)
     assert file.pairs == [PAIR, PAIR]
     assert file.ignored == {"lang": 1, "n": 2}
 
 
 def test_columns_may_hold_any_format(rows):
-    """A list of turns, or Alpaca's input."""
+    """Columns may hold a list of turns or Alpaca's input."""
     turns = {"dialog": CHAT["messages"], "id": 3}
     assert read_rows(written(rows, turns), Reading(columns={"messages": "dialog"})).pairs == [PAIR]
     named = {"prompt": "q", "input": "about", "response": "a"}
@@ -264,7 +264,7 @@ def test_columns_may_hold_any_format(rows):
 
 
 def test_columns_may_hold_further_fields(rows):
-    """Each under the name that an objective reads."""
+    """Each field has the name that an objective reads."""
     how = Reading(columns={**COLUMNS.columns, "fields.worse": "lang", "fields.weight": "n"})
     (pair,) = read_rows(written(rows, QUESTION), how).pairs
     assert pair.fields == (("weight", 7), ("worse", "en"))
@@ -273,14 +273,14 @@ def test_columns_may_hold_further_fields(rows):
 
 
 def test_a_column_may_be_empty_in_every_row(rows):
-    """Alpaca's `input` often is: it is there all the same."""
+    """Alpaca's `input` column often is empty; it still counts as present."""
     row = {"question": "a", "answer": "b", "context": ""}
     how = Reading(columns={**COLUMNS.columns, "input": "context"})
     assert [pair.prompt for pair in read_rows(written(rows, row, row), how).pairs] == ["a", "a"]
 
 
 def test_column_that_no_row_has_is_refused_with_the_nearest(rows):
-    """A slip in an optional one would pass unseen."""
+    """A misspelled optional column would otherwise be ignored silently."""
     how = Reading(columns={**COLUMNS.columns, "system": "lnag"})
     with pytest.raises(DataError, match="there is no column 'lnag'") as caught:
         read_rows(written(rows, QUESTION), how)
@@ -289,7 +289,7 @@ def test_column_that_no_row_has_is_refused_with_the_nearest(rows):
 
 
 def test_group_column_parts_rows_and_is_not_trained_on(rows):
-    """Its text is nowhere but in the group; a number is its digits."""
+    """The column's text is used only as the group; a number becomes its digits."""
     how = Reading(group_column="file")
     row = {"prompt": "p", "response": "r", "file": 3}
     assert read_rows(written(rows, row), how).pairs == [
@@ -298,7 +298,7 @@ def test_group_column_parts_rows_and_is_not_trained_on(rows):
 
 
 def test_field_may_part_rows_and_still_be_read(rows):
-    """Questions about one passage stay together, and keep the passage."""
+    """Rows about one passage stay together and keep the passage."""
     (pair,) = read_rows(written(rows, ALPACA), Reading(group_column="input")).pairs
     assert (pair.prompt, pair.group) == ("p\n\ni", "i")
 
@@ -313,7 +313,7 @@ def test_field_may_part_rows_and_still_be_read(rows):
     ],
 )
 def test_row_without_its_group_is_refused(rows, row, reason):
-    """By file and line: on which side it belongs cannot be known."""
+    """The error gives file and line."""
     good = {"prompt": "p", "response": "r", "file": "a"}
     with pytest.raises(DataError, match=reason) as caught:
         read_rows(written(rows, good, row), Reading(group_column="file"))
@@ -321,7 +321,7 @@ def test_row_without_its_group_is_refused(rows, row, reason):
 
 
 def test_place_of_each_row_is_kept(rows):
-    """For whoever has to name it later."""
+    """Later messages use the place."""
     assert [p.place for p in read_rows(written(rows, CHAT, CHAT)).pairs] == [
         f"{rows}:1",
         f"{rows}:2",
@@ -329,7 +329,7 @@ def test_place_of_each_row_is_kept(rows):
 
 
 def test_key_that_many_rows_have_is_told_once(rows):
-    """Where it is met first, with the columns that would leave it out."""
+    """It is reported at its first row, with the columns setting that ignores it."""
     row = {"instruction": "p", "output": "r", "id": 7}
     with pytest.raises(DataError) as caught:
         read_rows(written(rows, ALPACA, row, row, row))

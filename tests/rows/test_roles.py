@@ -26,7 +26,7 @@ SAID = TEXTS.filter(str.strip)
 
 @st.composite
 def weighed(draw, rows):
-    """Draw a row of which some of the earlier answers are given and not learned."""
+    """Draw a row in which some of the earlier answers are unsupervised."""
     row = draw(rows)
     given = draw(st.sets(st.integers(0, 3)))
     return replace(row, unlearned=tuple(sorted(n for n in given if n < len(row.history))))
@@ -84,7 +84,7 @@ def test_every_document_is_placed_under_published_templates(
     cut,
     left,
 ):
-    """Whatever the texts and the cut: all tokens are told, and none of the user's is trained."""
+    """For random texts and limits every token has a role, and no user token is supervised."""
     if family == "gemma":
         pairs = [TrainingPair(prompt=one.prompt, response=one.response) for one in pairs]
     labelling = Labelling(
@@ -100,7 +100,7 @@ def test_every_document_is_placed_under_published_templates(
 
 
 def test_a_cut_may_leave_an_answer_one_token_that_begins_in_the_template(published):
-    """Found by chance: the template's newline and the answer's are one token, which is the last."""
+    """Found by chance: the newlines of template and answer form one token, the last kept."""
     row = TrainingPair(
         prompt="<|im_end|>",
         response="<|im_end|>",
@@ -115,7 +115,7 @@ def test_a_cut_may_leave_an_answer_one_token_that_begins_in_the_template(publish
 
 @pytest.mark.parametrize("cut", range(20, 61))
 def test_an_answer_that_is_given_and_not_learned_is_never_missed(published, cut):
-    """Cut inside that answer, its text begins like the text up to the last answer."""
+    """The cut answer begins like the text before the last answer."""
     says = "<|im_end|>"
     history = ((says, says), (says, says))
     row = TrainingPair(prompt=says, response=says, history=history, unlearned=(1,))
@@ -140,7 +140,7 @@ def test_every_document_of_vox_is_placed(objective, pairs, cut):
 def test_masks_left_behind_by_a_cut_show_as_trained_user_tokens(
     published,
 ):
-    """The mask is read from the encoding: one that is shifted learns what the user wrote."""
+    """Labels shifted by eight tokens supervise the user's text."""
     labelling = Labelling(objective="assistant", seq_len=500)
     documents = encode([PAIR], published("chatml_marked"), labelling)
     documents.supervised[:] = [*documents.supervised[8:].tolist(), *[False] * 8]
@@ -152,7 +152,7 @@ def test_masks_left_behind_by_a_cut_show_as_trained_user_tokens(
 
 
 def test_documents_of_other_rows_are_not_told(published):
-    """Nothing is guessed where a document is not made of its row."""
+    """Roles are not guessed for a document that was not made from its row."""
     labelling = Labelling(objective="assistant", seq_len=500)
     documents = encode([PAIR], published("chatml_marked"), labelling)
     other = TrainingPair(prompt="Say ho.", response="ho", system="Be kind.")
@@ -162,7 +162,7 @@ def test_documents_of_other_rows_are_not_told(published):
 
 
 def test_what_the_limit_takes_is_told(published):
-    """A row of 100 learned bytes and its end marker, cut after ten of them, has ten left."""
+    """A row with 101 supervised tokens, cut after ten of them, keeps ten."""
     tokenizer = published("chatml_marked")
     long = TrainingPair(prompt="Say it.", response="x" * 100)
     endless = Labelling(objective="assistant", seq_len=500)
@@ -172,12 +172,12 @@ def test_what_the_limit_takes_is_told(published):
     assert (found.too_long, found.left_of_too_long) == ([1], 10)
     assert supervised_tokens([long], tokenizer, cut) == 101
     assert supervised_tokens([], tokenizer, cut) == 0
-    assert (found.ends, found.ends_trained) == (1, 1)  # the long one's end is cut off
+    assert (found.ends, found.ends_trained) == (1, 1)  # the end of the long row is truncated
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1", "gptoss", "qwen3_5_think"])
 def test_tokens_of_a_row_with_tools_have_their_authors(published, name):
-    """Calls are the assistant's, results are told to it; every answer is learned to its end."""
+    """Calls belong to the assistant and results to the tool; answers are supervised to the end."""
     tokenizer = published("chatml", template=(TRL / f"{name}.jinja").read_text("utf-8"))
     labelling = Labelling(objective="assistant", seq_len=100_000)
     found, documents = counted(tokenizer, [WITH_TOOLS, PAIR, WITH_TOOLS], labelling)

@@ -1,4 +1,4 @@
-"""Weights of rows, read from one of their fields."""
+"""Row weights that are read from a field."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def encoded(*pairs, objective="assistant", options=(("weight_field", "quality"),
 
 @pytest.mark.parametrize("objective", ["assistant", "causal", "last_k"])
 def test_every_token_of_a_row_has_its_weight(objective):
-    """Ids and labels are those of rows without weights."""
+    """Ids and labels equal those of rows without weights."""
     pairs = [row(0.5), row(2), row(1, messages=CONVERSATION)]
     documents = encoded(*pairs, objective=objective)
     plain = encoded(row(None), row(None), row(None, messages=CONVERSATION), options=())
@@ -47,7 +47,7 @@ CONVERSATION = [
 
 
 def test_the_parts_of_a_long_text_have_its_weight():
-    """A plain text over the limit becomes several documents."""
+    """A plain text beyond the limit becomes several documents."""
     documents = encoded(row(0.25, text="x" * 50), objective="causal", seq_len=16)
     assert len(documents) > 3
     assert set(documents.extra["weight"].tolist()) == {0.25}
@@ -55,19 +55,19 @@ def test_the_parts_of_a_long_text_have_its_weight():
 
 @pytest.mark.parametrize("weight", [0, 0.0, 1e-60])
 def test_a_row_of_weight_zero_is_left_out_and_counted(weight):
-    """It has nothing to learn; so has one whose weight is 0 in f32."""
+    """This includes a weight that is 0 in float32."""
     documents = encoded(row(weight), row(1))
     assert (len(documents), documents.dropped) == (1, 1)
 
 
 def test_a_table_of_texts_has_weights_as_texts():
-    """As a CSV file has every value."""
+    """CSV values are strings."""
     assert set(encoded(row("0.5")).extra["weight"].tolist()) == {0.5}
 
 
 @pytest.mark.parametrize("weight", [-1, "high", "nan", "inf", 1e39])
 def test_a_weight_that_is_none_is_refused(weight):
-    """By the place of its row, with the value."""
+    """The error gives the place of the row and the value."""
     with pytest.raises(DataError, match="'quality' of its fields, is not a number") as caught:
         encoded(row(1), row(weight))
     assert "rows.jsonl:3" in caught.value.where
@@ -75,25 +75,25 @@ def test_a_weight_that_is_none_is_refused(weight):
 
 
 def test_a_field_too_large_for_a_float_is_refused():
-    """Where the row is read, as infinite ones are."""
+    """It is refused when the row is read, like an infinite value."""
     with pytest.raises(DataError, match="'quality' of 'fields' is not finite"):
         row(10**400)
 
 
 def test_a_row_without_the_weight_is_refused():
-    """None is a slip, not a weight of 1."""
+    """A missing weight is not taken as 1."""
     with pytest.raises(DataError, match="found no fields · expected quality"):
         encoded(row(1), row(None))
 
 
 def test_a_weight_that_nothing_reads_is_refused():
-    """With the setting that would read it."""
+    """The error names the setting that would read it."""
     with pytest.raises(DataError, match=r"objective\.weight_field weighs rows by one"):
         encoded(row(1), options=())
 
 
 def test_the_setting_is_part_of_the_labelling_where_it_is_set(tiny_config):
-    """Encodings of other fields have other cache keys; those without one keep theirs."""
+    """Encodings without a weight field keep their cache keys."""
     assert labelling_of(tiny_config()).record().get("options") is None
     found = labelling_of(tiny_config("objective.weight_field=quality", "objective=causal"))
     assert dict(found.options) == {"weight_field": "quality"}

@@ -57,45 +57,45 @@ def test_row_with_every_field_is_read():
 
 
 def test_row_with_only_prompt_and_response_is_read():
-    """What is left out is None, and the group empty."""
+    """Missing fields are None, and the group is empty."""
     pair = parse_row({"prompt": "p", "response": "r"}, "x:1")
     assert (pair.rating, pair.category, pair.system, pair.group) == (None, None, None, "")
 
 
 def test_aliases_are_read():
-    """Instruction and output mean prompt and response."""
+    """`instruction` and `output` mean prompt and response."""
     assert parse_row({"instruction": "p", "output": "r"}, "x:1") == TrainingPair(
         prompt="p", response="r"
     )
 
 
 def test_name_and_alias_with_one_value_are_read():
-    """Saying the same twice is no contradiction."""
+    """Equal values are no contradiction."""
     row = {"prompt": "p", "instruction": "p", "response": "r"}
     assert parse_row(row, "x:1").prompt == "p"
 
 
 def test_name_and_alias_that_differ_are_refused():
-    """Which of the two is meant cannot be known."""
+    """It is unclear which of the two is meant."""
     message = refusal({"prompt": "p", "response": "r", "output": "s"})
     assert "'response' and its alias 'output' differ" in message
     assert "'r' and 's'" in message
 
 
 def test_null_optional_fields_count_as_left_out():
-    """Exporters write null for a column without a value."""
+    """Exporters write null for a missing value."""
     row = {"prompt": "p", "response": "r", "rating": None, "system": None, "group": None}
     assert parse_row(row, "x:1") == TrainingPair(prompt="p", response="r")
 
 
 def test_empty_system_prompt_is_kept():
-    """An empty system prompt asks for an empty one, not for the template's default."""
+    """An empty system prompt replaces the template's default."""
     assert parse_row({"prompt": "p", "response": "r", "system": ""}, "x:1").system == ""
 
 
 @pytest.mark.parametrize("missing", ["prompt", "response"])
 def test_missing_required_key_is_refused(missing):
-    """The message names the key, its alias and the keys that are there."""
+    """The message has the key, its alias and the keys found."""
     message = refusal({key: value for key, value in FULL.items() if key != missing})
     alias = {"prompt": "instruction", "response": "output"}[missing]
     assert f"the row has no '{missing}'" in message
@@ -106,39 +106,39 @@ def test_missing_required_key_is_refused(missing):
 @pytest.mark.parametrize("blank", ["", " \n\t"])
 @pytest.mark.parametrize("key", ["prompt", "response"])
 def test_blank_text_is_refused(key, blank):
-    """White space is nothing to learn from."""
+    """White space alone cannot be learned."""
     assert f"'{key}' is empty" in refusal(FULL | {key: blank})
 
 
 @pytest.mark.parametrize("value", [1, 0, 5.5, True, None, ["a"], {"a": 1}])
 def test_prompt_that_is_no_string_is_refused(value):
-    """A required text is never converted."""
+    """Required text is never converted."""
     assert "'prompt' must be a string" in refusal(FULL | {"prompt": value})
 
 
 @pytest.mark.parametrize("key", ["category", "language", "system", "group"])
 def test_optional_text_of_wrong_type_is_refused(key):
-    """The type is named as JSON names it."""
+    """The message uses JSON's name of the type."""
     message = refusal(FULL | {key: 3})
     assert f"'{key}' must be a string · found integer 3" in message
 
 
 @pytest.mark.parametrize("rating", [1, 5])
 def test_rating_at_the_ends_of_its_range_is_read(rating):
-    """One and five are ratings."""
+    """One and five are accepted."""
     assert parse_row(FULL | {"rating": rating}, "x:1").rating == rating
 
 
 @pytest.mark.parametrize("rating", [0, 6, -1, 4.0, "4", True, float("nan"), [4]])
 def test_rating_that_is_none_is_refused(rating):
-    """Only the integers from 1 to 5 are ratings."""
+    """Only integers from 1 to 5 are accepted."""
     message = refusal(FULL | {"rating": rating})
     assert "'rating'" in message
     assert "an integer from 1 to 5" in message
 
 
 def test_misspelt_key_is_refused_with_the_nearest():
-    """One slip makes one message: the key that it stands for is not also missing."""
+    """There is one message, and the intended key is not also reported as missing."""
     message = refusal({"promt": "p", "response": "r"})
     assert "unknown key 'promt' · found 'p'" in message
     assert "the nearest is 'prompt'" in message
@@ -146,7 +146,7 @@ def test_misspelt_key_is_refused_with_the_nearest():
 
 
 def test_key_in_capitals_is_refused_with_the_nearest():
-    """Case is a slip like another."""
+    """Case counts as a spelling mistake."""
     assert "the nearest is 'response'" in refusal({"prompt": "p", "Response": "r"})
 
 
@@ -157,14 +157,14 @@ def test_row_that_is_no_object_is_refused(row):
 
 
 def test_half_a_surrogate_pair_is_refused():
-    """JSON can spell what UTF-8 cannot hold."""
+    """JSON can contain a lone surrogate, which UTF-8 cannot encode."""
     message = refusal(FULL | {"response": "ab\ud800"})
     assert "half a surrogate pair at character 2" in message
     message.encode("utf-8")
 
 
 def test_every_problem_of_a_row_is_told():
-    """Three mistakes make three messages."""
+    """Three mistakes give three messages."""
     with pytest.raises(Problems) as caught:
         parse_row({"prompt": "", "rating": 9, "lang": "py", "response": "r"}, "rows.jsonl:7")
     told = [problem.what for problem in caught.value.problems]
@@ -172,19 +172,19 @@ def test_every_problem_of_a_row_is_told():
 
 
 def test_long_value_is_shortened_in_the_message():
-    """A message stays readable whatever the row holds."""
+    """Long values do not make the message unreadable."""
     assert len(refusal(FULL | {"extra": "x" * 10_000})) < 500
 
 
 def test_id_is_the_hash_of_what_is_trained_on():
-    """Sixteen digits of the SHA-256 of the canonical JSON of system, prompt and response."""
+    """The id is sixteen digits of the SHA-256 of canonical JSON of system, prompt, response."""
     canonical = b'{"prompt":"p","response":"r","system":null}'
     expected = hashlib.sha256(canonical).hexdigest()[:16]
     assert TrainingPair(prompt="p", response="r").id == expected
 
 
 def test_id_does_not_depend_on_labels():
-    """Relabelling a row keeps its identity."""
+    """Changing labels keeps the id."""
     bare = TrainingPair(prompt="p", response="r")
     labelled = TrainingPair(
         prompt="p", response="r", rating=3, category="c", language="l", group="g"
@@ -193,20 +193,20 @@ def test_id_does_not_depend_on_labels():
 
 
 def test_id_depends_on_the_system_prompt():
-    """Another system prompt is another training text."""
+    """Another system prompt changes the training text."""
     bare = TrainingPair(prompt="p", response="r")
     assert TrainingPair(prompt="p", response="r", system="").id != bare.id
 
 
 def test_id_depends_on_further_fields():
-    """An objective learns from them."""
+    """Objectives may train on further fields."""
     bare = TrainingPair(prompt="p", response="r")
     (worse, better) = (replace(bare, fields=(("worse", text),)) for text in "ab")
     assert len({bare.id, worse.id, better.id}) == 3
 
 
 def test_further_fields_are_texts_and_numbers():
-    """By name; null is no value, as tables have it where a row lacks one."""
+    """They are kept by name; null means that the row lacks the field, as in tables."""
     row = {"prompt": "p", "response": "r", "fields": {"worse": "w", "weight": 0.5, "no": None}}
     assert parse_row(row, "x:1").fields == (("weight", 0.5), ("worse", "w"))
     assert parse_row(row | {"fields": None}, "x:1").fields == ()
@@ -223,16 +223,16 @@ def test_further_fields_are_texts_and_numbers():
     ],
 )
 def test_other_fields_are_refused(value, said):
-    """They have to be the same in every file format."""
+    """A field must have the same meaning in every file format."""
     assert said in refusal({"prompt": "p", "response": "r", "fields": value})
 
 
 def test_json_leaves_out_what_is_at_its_default():
-    """A row of two fields is written as two keys."""
+    """A row with two fields is written with two keys."""
     assert to_json(TrainingPair(prompt="p", response="r")) == {"prompt": "p", "response": "r"}
 
 
 @given(pairs)
 def test_json_is_read_back_as_the_same_pair(pair):
-    """Writing and reading lose nothing."""
+    """Rows round-trip through JSON."""
     assert parse_row(to_json(pair), "x:1") == pair

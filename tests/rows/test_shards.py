@@ -35,7 +35,7 @@ PAIRS = [
 
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch):
-    """Fifty rows are five shards of two processes."""
+    """Use shards of ten rows, so that fifty rows are five shards of two processes."""
     monkeypatch.setattr(shards, "_SHARD", 10)
     monkeypatch.setattr(shards, "_POOL_FROM", 20)
     monkeypatch.setattr(shards, "usable_cores", lambda: 2)
@@ -43,7 +43,7 @@ def small_shards(monkeypatch):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dying(VoxTokenizer):
-    """Ends its process at row 30 while a file says so."""
+    """Kills its process at row 30 while a marker file exists."""
 
     flag: Any
 
@@ -77,12 +77,12 @@ def joined(parts):
 
 @pytest.fixture(scope="module")
 def together():
-    """All rows, encoded by this process at once."""
+    """Return all rows encoded by this process at once."""
     return encode(PAIRS, VoxTokenizer(), LABELLING)
 
 
 def test_shards_are_what_one_process_encodes(tmp_path, together):
-    """The same documents in the same order, and the same counts."""
+    """Documents, order and counts are the same."""
     parts = encode_parts(PAIRS, VoxTokenizer(), LABELLING, tmp_path)
     assert len(parts) == 5
     assert joined(parts) == joined([together])
@@ -90,7 +90,7 @@ def test_shards_are_what_one_process_encodes(tmp_path, together):
 
 
 def test_cached_parts_are_what_one_process_encodes(tmp_path, together):
-    """Offsets run through all parts, the hash is that of the arrays, and no part is left over."""
+    """Offsets are global, the digest is that of the arrays, and no shard is left."""
     documents, counts = encoded_parts(
         tmp_path, KEY, lambda kept: encode_parts(PAIRS, VoxTokenizer(), LABELLING, kept)
     )
@@ -102,7 +102,7 @@ def test_cached_parts_are_what_one_process_encodes(tmp_path, together):
 
 
 def test_a_killed_build_goes_on_from_its_shards(tmp_path, together):
-    """A process dies at row 30; what was finished is not encoded a second time."""
+    """After a process died at row 30, finished shards are not encoded again."""
     flag, kept = tmp_path / "flag", tmp_path / "kept"
     flag.touch()
     encoder = Dying(flag=flag)
@@ -119,7 +119,7 @@ def test_a_killed_build_goes_on_from_its_shards(tmp_path, together):
 
 
 def test_a_damaged_shard_is_encoded_again(tmp_path, together):
-    """It has the hash of its content like the cache itself."""
+    """Shards have content digests, like the cache itself."""
     encode_parts(PAIRS, VoxTokenizer(), LABELLING, tmp_path)
     file = sorted(tmp_path.glob("0*/ids.npy"))[2]
     file.write_bytes(file.read_bytes()[:-1] + b"\x01")
@@ -127,7 +127,7 @@ def test_a_damaged_shard_is_encoded_again(tmp_path, together):
 
 
 def test_the_first_shard_with_a_problem_tells_it(tmp_path):
-    """With all parts of its messages, which crossed from another process."""
+    """All parts of the message survive the way from another process."""
     with pytest.raises(Problems) as caught:
         encode_parts(PAIRS, Refusing(rows=(45, 17)), LABELLING, tmp_path)
     told = [(type(one), one.what, one.where, one.found) for one in caught.value.problems]
@@ -135,14 +135,14 @@ def test_the_first_shard_with_a_problem_tells_it(tmp_path):
 
 
 def test_errors_keep_their_parts_when_pickled():
-    """Also the remedy, and the text once."""
+    """The remedy is kept too, and the text is not repeated."""
     error = DataError("is wrong", where="a:1", found=3, expected="2", remedy="do so")
-    again = pickle.loads(pickle.dumps(error))  # our own
+    again = pickle.loads(pickle.dumps(error))  # pickled above
     assert (str(again), again.remedy, type(again)) == (str(error), "do so", DataError)
 
 
 def test_few_rows_start_no_process(tmp_path, monkeypatch):
-    """Nor is anything written for them."""
+    """Nothing is written to disk for them either."""
     monkeypatch.setattr(shards, "_POOL_FROM", len(PAIRS) + 1)
     monkeypatch.setattr(shards, "ProcessPoolExecutor", None)
     (part,) = encode_parts(PAIRS, VoxTokenizer(), LABELLING, tmp_path / "kept")
@@ -151,7 +151,7 @@ def test_few_rows_start_no_process(tmp_path, monkeypatch):
 
 
 def test_one_core_starts_no_process(tmp_path, monkeypatch, together):
-    """It would only take turns with this one; shards are kept all the same."""
+    """A second process would not be faster; shards are still kept."""
     monkeypatch.setattr(shards, "usable_cores", lambda: 1)
     monkeypatch.setattr(shards, "ProcessPoolExecutor", None)
     parts = encode_parts(PAIRS, VoxTokenizer(), LABELLING, tmp_path)
@@ -160,7 +160,7 @@ def test_one_core_starts_no_process(tmp_path, monkeypatch, together):
 
 
 def test_a_part_of_the_shards_is_opened_when_asked(tmp_path, together):
-    """A shard that is damaged before that is told, and the others can be had."""
+    """A damaged shard is reported when it is opened; the others stay usable."""
     parts = encode_parts(PAIRS, VoxTokenizer(), LABELLING, tmp_path)
     file = sorted(tmp_path.glob("0*/ids.npy"))[2]
     file.write_bytes(file.read_bytes()[:-1] + b"\x01")
@@ -181,7 +181,7 @@ def _build(root, log, start, sums):
 
 
 def test_processes_that_want_the_same_documents_build_them_once(tmp_path):
-    """Three start together; one encodes, two wait, and all have the same."""
+    """Of three concurrent processes one encodes and two wait for its result."""
     context = multiprocessing.get_context("spawn")
     start, sums = context.Barrier(3), context.Queue()
     arguments = (tmp_path / "cache", tmp_path / "log", start, sums)

@@ -45,7 +45,7 @@ def stored(request, tmp_path):
 
 
 def test_rows_of_a_table_are_read_with_their_numbers(stored):
-    """The first is 1; a null is a field that the row does not have."""
+    """Numbers start at 1; a null means that the row lacks the field."""
     path = stored(PAIRS)
     pairs = read_rows(path).pairs
     assert pairs == [
@@ -56,7 +56,7 @@ def test_rows_of_a_table_are_read_with_their_numbers(stored):
 
 
 def test_lists_of_turns_are_read(stored):
-    """As chat datasets have them: a list of objects in one column."""
+    """Chat datasets have a list of structs in one column."""
     turns = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "r"}]
     file = read_rows(stored({"messages": [turns, turns]}))
     assert (file.form, file.pairs) == (
@@ -66,7 +66,7 @@ def test_lists_of_turns_are_read(stored):
 
 
 def test_columns_may_be_named(stored):
-    """And the others are counted."""
+    """Columns that are not named are counted."""
     how = Reading(columns={"prompt": "q", "response": "a"})
     file = read_rows(stored({"q": ["p"], "a": ["r"], "id": [1]}), how)
     assert (file.pairs, file.ignored) == ([TrainingPair(prompt="p", response="r")], {"id": 1})
@@ -85,7 +85,7 @@ def test_columns_may_be_named(stored):
     ],
 )
 def test_bad_row_of_a_table_is_refused_with_its_number(stored, columns, told):
-    """The checks are those of lines."""
+    """The checks are those of JSON lines."""
     path = stored(columns)
     with pytest.raises(DataError, match=told) as caught:
         read_rows(path)
@@ -93,7 +93,7 @@ def test_bad_row_of_a_table_is_refused_with_its_number(stored, columns, told):
 
 
 def test_types_that_json_has_not_are_named(stored):
-    """Bytes are no text, a float is no rating."""
+    """Bytes are not text, and a float is not a rating."""
     path = stored({"prompt": [b"p"], "response": ["r"], "rating": [4.0]})
     with pytest.raises(Problems) as caught:
         read_rows(path)
@@ -103,7 +103,7 @@ def test_types_that_json_has_not_are_named(stored):
 
 
 def test_row_that_is_not_utf8_is_refused_with_its_number(tmp_path):
-    """A text column can hold any bytes; the rows around it are read."""
+    """A string column may contain any bytes; other rows are read."""
     broken = pa.array([b"a", b"\xff", b"c"]).cast(pa.binary()).view(pa.utf8())
     path = tmp_path / "rows.arrow"
     arrow_file(path, pa.table({"prompt": broken, "response": ["r"] * 3}))
@@ -113,21 +113,21 @@ def test_row_that_is_not_utf8_is_refused_with_its_number(tmp_path):
 
 
 def test_column_that_stands_twice_is_refused(stored):
-    """Which one is meant cannot be told."""
+    """It is unclear which column is meant."""
     table = pa.table([["p"], ["q"], ["r"]], names=["prompt", "prompt", "response"])
     with pytest.raises(DataError, match="the column 'prompt' stands twice"):
         read_rows(stored(table))
 
 
 def test_table_without_rows_is_refused(stored):
-    """Nothing to train on."""
+    """An empty table has nothing to train on."""
     none = pa.array([], pa.utf8())
     with pytest.raises(DataError, match="the table is empty"):
         read_rows(stored({"prompt": none, "response": none}))
 
 
 def test_damaged_table_is_refused(stored):
-    """Cut off in the middle, or another file under its name."""
+    """The file is truncated or has another format."""
     path = stored(PAIRS)
     whole = path.read_bytes()
     for data in (whole[: len(whole) // 2], b"", b'{"prompt": "p", "response": "r"}\n'):
@@ -138,14 +138,14 @@ def test_damaged_table_is_refused(stored):
 
 
 def test_absent_table_is_refused_with_the_nearest(stored):
-    """Like any other file."""
+    """The error is that of any missing file."""
     path = stored(PAIRS)
     with pytest.raises(DataError, match=f"the nearest there is {path.name}"):
         read_rows(path.with_name(f"row{path.suffix}"))
 
 
 def test_table_without_pyarrow_names_the_extra(stored, monkeypatch):
-    """The environment lacks something: exit code 3."""
+    """The environment error exits with code 3."""
     path = stored(PAIRS)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(MissingExtra, match=r"mens-exp\[datasets\]") as caught:

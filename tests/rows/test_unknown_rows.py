@@ -1,4 +1,4 @@
-"""Files of rows that no format describes: told once, with columns that can be read."""
+"""Files in no known format are reported once, with columns that make them readable."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def refused(path, **how):
 
 
 def columns_in(remedy):
-    """Read the override of a remedy as a shell and Hydra do."""
+    """Parse the override in a remedy as a shell and Hydra would."""
     word = next(one for one in shlex.split(remedy) if one.startswith("data.columns"))
     override = OverridesParser.create().parse_override(word)
     value = override.value()
@@ -57,7 +57,7 @@ def columns_in(remedy):
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_remedy_names_columns_that_can_be_read(tmp_path, row, learned):
-    """One message for all rows, whose override, typed as it stands, reads every one of them."""
+    """One message covers all rows, and its override, used as given, reads them all."""
     path = written(tmp_path / "rows.jsonl", row)
     problem = refused(path)
     assert isinstance(problem, DataError)
@@ -74,14 +74,14 @@ def test_remedy_names_columns_that_can_be_read(tmp_path, row, learned):
 
 @pytest.mark.parametrize("row", [{}, {"n": 1, "m": None}, {"a": [], "b": " "}])
 def test_rows_without_texts_get_no_columns(tmp_path, row):
-    """No column of theirs could be learned."""
+    """Without text there is no column to train on."""
     problem = refused(written(tmp_path / "rows.jsonl", row))
     assert "data.columns" not in str(problem)
     assert '{"prompt": "…", "response": "…"}' in problem.remedy
 
 
 def test_a_csv_file_of_other_columns_is_told_once(tmp_path):
-    """By its row; turns that a cell holds as JSON are turns."""
+    """The message gives the row; turns in a cell are recognized as JSON."""
     path = tmp_path / "rows.csv"
     with path.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([["chat", "n"], *[[json.dumps(TURNS), 1]] * 20])
@@ -91,13 +91,13 @@ def test_a_csv_file_of_other_columns_is_told_once(tmp_path):
 
 
 def test_a_format_that_is_said_does_not_hide_what_the_rows_are(tmp_path):
-    """Nothing of the row belongs to it."""
+    """The message still describes the row, which has none of the format's keys."""
     path = written(tmp_path / "rows.jsonl", {"frage": "p", "antwort": "r"})
     assert "match no known format" in refused(path, form=RowFormat.pair).what
 
 
 def test_columns_that_rows_lack_are_told_once(tmp_path):
-    """With columns that the rows have."""
+    """The message suggests columns that the rows have."""
     path = written(tmp_path / "rows.jsonl", {"frage": "p", "antwort": "r"})
     problem = refused(path, columns={"prompt": "frage", "response": "answer"})
     assert problem.what.startswith("there is no column 'answer', here and in 180 more rows")
@@ -106,7 +106,7 @@ def test_columns_that_rows_lack_are_told_once(tmp_path):
 
 @pytest.mark.parametrize("key", ["answer", "chosen"])
 def test_key_of_another_tool_is_renamed_by_whole_columns(tmp_path, key):
-    """One column alone would name nothing to learn from."""
+    """A single column would leave nothing to train on."""
     path = written(tmp_path / "rows.jsonl", {"instruction": "p", key: "r"})
     columns = columns_in(refused(path).remedy)
     assert columns == {"prompt": "instruction", "response": key}
@@ -114,7 +114,7 @@ def test_key_of_another_tool_is_renamed_by_whole_columns(tmp_path, key):
 
 
 def test_a_rendered_text_beside_alpacas_keys_is_left_out_by_columns(tmp_path):
-    """Alpaca's own file has `text`, the prompt as its template writes it."""
+    """Alpaca's own file has `text`, the rendered prompt."""
     row = {"instruction": "p", "input": "i", "output": "r", "text": "Below is p"}
     path = written(tmp_path / "rows.jsonl", row)
     columns = columns_in(refused(path).remedy)
@@ -123,14 +123,14 @@ def test_a_rendered_text_beside_alpacas_keys_is_left_out_by_columns(tmp_path):
 
 
 def test_further_key_of_incomplete_rows_is_dropped_without_columns(tmp_path):
-    """The columns would lack the answer; a key that only looks alike is no slip."""
+    """Suggested columns would lack the answer; a similar key is not a misspelling."""
     problems = refused(written(tmp_path / "rows.jsonl", {"prompt": "p", "frage": "x"}))
     assert [problem.remedy for problem in problems.problems] == ["drop it", None]
     assert "nearest" not in str(problems)
 
 
 def test_streamed_rows_are_told_once(tmp_path):
-    """As far as they were read."""
+    """The message covers the rows read so far."""
     path = written(tmp_path / "rows.jsonl", {"frage": "p", "antwort": "r"})
     stream = RowStream(JsonlData(path=[str(path)], streaming=True, shuffle_buffer=100), None)
     with pytest.raises(DataError, match="match no known format") as caught:
@@ -139,7 +139,7 @@ def test_streamed_rows_are_told_once(tmp_path):
     assert columns_in(caught.value.remedy) == {"prompt": "frage", "response": "antwort"}
 
 
-# https://platform.openai.com/docs/guides/fine-tuning, "Fine-tuning examples" of function calling.
+# https://platform.openai.com/docs/guides/fine-tuning, "Fine-tuning examples", function calls.
 OPENAI = {
     "messages": [
         {"role": "user", "content": "What is the weather in San Francisco?"},
@@ -182,7 +182,7 @@ OPENAI = {
 
 
 def test_openais_rows_of_tool_calls_are_read_as_documented(tmp_path):
-    """Tools and call arrive; whether calls may be parallel is no part of the text."""
+    """Tools and calls are read; parallel_tool_calls is not part of the text."""
     (pair,) = read_rows(written(tmp_path / "rows.jsonl", OPENAI, 1)).pairs
     held = json.loads(pair.conversation)
     assert held["tools"] == OPENAI["tools"]
@@ -201,7 +201,7 @@ def parallel(value, calls=1):
     "row", [parallel(None, 2), parallel(True, 2), parallel(True), parallel(False)]
 )
 def test_calls_may_be_parallel_unless_the_row_says_no(tmp_path, row):
-    """Two calls in one turn are what true allows."""
+    """Two calls in one turn need parallel_tool_calls to be true or absent."""
     assert len(read_rows(written(tmp_path / "rows.jsonl", row, 1)).pairs) == 1
 
 
@@ -217,5 +217,5 @@ def test_calls_may_be_parallel_unless_the_row_says_no(tmp_path, row):
     ],
 )
 def test_parallel_calls_that_are_not_as_the_row_says_are_refused(tmp_path, row, said):
-    """A key that is accepted has a meaning."""
+    """An accepted key must not be ignored."""
     assert re.search(re.escape(said), str(refused(written(tmp_path / "rows.jsonl", row, 1))))

@@ -25,7 +25,7 @@ def shell(text):
 
 
 def test_program_has_its_input_and_writes_both_outputs(sandbox):
-    """Text passes unchanged both ways."""
+    """Text passes through stdin, stdout and stderr unchanged."""
     source = "import sys; print(input() + '!'); print('ö', file=sys.stderr)"
     done = sandbox.run(python_program(source, stdin="später\n"), LIMITS)
     assert (done.outcome, done.exit_code, done.signal) == (Outcome.ok, 0, None)
@@ -35,7 +35,7 @@ def test_program_has_its_input_and_writes_both_outputs(sandbox):
 
 
 def test_program_finds_its_files_and_only_these(sandbox):
-    """Bytes and text, in a working directory that it can write."""
+    """Files are text or bytes in a writable working directory."""
     files = {"a.txt": "one", "b.bin": b"\xff\x00"}
     program = Program(argv=("/bin/sh", "-c", "ls; pwd; cat a.txt; wc -c < b.bin; > c"), files=files)
     done = sandbox.run(program, LIMITS)
@@ -44,14 +44,14 @@ def test_program_finds_its_files_and_only_these(sandbox):
 
 
 def test_each_execution_begins_anew(sandbox):
-    """Nothing of the one before is there."""
+    """Nothing of an earlier execution remains."""
     first = sandbox.run(shell("echo x > /tmp/left; echo x > left; ls /tmp"), LIMITS)
     second = sandbox.run(shell("ls /tmp; ls"), LIMITS)
     assert (first.stdout, second.stdout) == ("left\nprogram\n", "program\n")
 
 
 def test_environment_is_the_sandbox_s_own(sandbox, monkeypatch):
-    """Four variables, and what the program brings."""
+    """There are four variables, and those that the program sets."""
     monkeypatch.setenv("TOKEN", "secret")
     program = Program(argv=("/usr/bin/env",), env={"MINE": "1"})
     names = {line.partition("=")[0] for line in sandbox.run(program, LIMITS).stdout.splitlines()}
@@ -59,7 +59,7 @@ def test_environment_is_the_sandbox_s_own(sandbox, monkeypatch):
 
 
 def test_large_input_does_not_wait_for_its_reader(sandbox):
-    """One mebibyte that nobody reads; then one that is echoed in reverse order of need."""
+    """One mebibyte of input may be ignored or read in full without a deadlock."""
     big = "x" * 2**20
     assert sandbox.run(python_program("pass", stdin=big), LIMITS).outcome is Outcome.ok
     source = "import sys; text = sys.stdin.read(); print(len(text))"
@@ -78,14 +78,14 @@ def test_large_input_does_not_wait_for_its_reader(sandbox):
     ],
 )
 def test_exit_status_is_told(sandbox, text, outcome, code, number):
-    """Code or signal, never both."""
+    """There is either an exit code or a signal."""
     done = sandbox.run(shell(text), LIMITS)
     assert (done.outcome, done.exit_code, done.signal) == (outcome, code, number)
 
 
 @pytest.mark.parametrize(("extra", "outcome"), [(0, Outcome.ok), (1, Outcome.output)])
 def test_output_up_to_the_limit_is_kept(sandbox, extra, outcome):
-    """4,096 bytes pass; one more is cut, and said so."""
+    """4,096 bytes are kept; one more is cut, and the result says so."""
     done = sandbox.run(python_program(f"print('x' * {4096 + extra}, end='')"), LIMITS)
     assert done.outcome is outcome
     assert len(done.stdout) == 4096
@@ -93,7 +93,7 @@ def test_output_up_to_the_limit_is_kept(sandbox, extra, outcome):
 
 
 def test_time_is_over_for_a_program_that_waits(sandbox):
-    """What it wrote before is kept."""
+    """Output before the timeout is kept."""
     limits = Limits(wall_s=0.4)
     done = sandbox.run(shell("echo begun; sleep 60"), limits)
     assert (done.outcome, done.exit_code, done.signal) == (Outcome.timeout, None, signal.SIGKILL)
@@ -102,7 +102,7 @@ def test_time_is_over_for_a_program_that_waits(sandbox):
 
 
 def test_memory_that_processes_share_is_counted_once(sandbox):
-    """Eight processes that see the same 32 MiB are within 128."""
+    """Eight processes that share 32 MiB stay below 128 MiB."""
     source = """
         import os, time
         held = bytearray(b"x") * (32 * 2**20)
@@ -115,13 +115,13 @@ def test_memory_that_processes_share_is_counted_once(sandbox):
 
 
 def test_refused_allocation_is_a_passed_memory_limit(sandbox):
-    """CPython says MemoryError and exits with 1."""
+    """CPython raises MemoryError and exits with 1."""
     done = sandbox.run(python_program("bytearray(2**30)"), LIMITS)
     assert (done.outcome, done.exit_code) == (Outcome.memory, 1)
 
 
 def test_path_is_visible_only_when_named(sandbox, tmp_path):
-    """Then it is read-only, and what lies beside it stays hidden."""
+    """A named path is read-only, and its siblings stay hidden."""
     tmp_path.chmod(0o755)
     shown, hidden = tmp_path / "shown", tmp_path / "hidden"
     for path in (shown, hidden):
@@ -137,7 +137,7 @@ def test_path_is_visible_only_when_named(sandbox, tmp_path):
 
 
 def test_interpreter_has_the_standard_library_alone(sandbox):
-    """No package of this environment can be imported, and sets are ordered the same each time."""
+    """No installed package can be imported, and string hashes are the same in each run."""
     source = "import json, decimal, sqlite3, ctypes\nprint(*{'a', 'b', 'c', 'd', 'e', 'f'})"
     done = [sandbox.run(python_program(source), LIMITS) for _ in range(3)]
     assert {one.outcome for one in done} == {Outcome.ok}
@@ -148,13 +148,13 @@ def test_interpreter_has_the_standard_library_alone(sandbox):
 
 @pytest.mark.parametrize("name", ["../up", "a/b", "/etc/x", "", ".", ".."])
 def test_file_elsewhere_is_refused(name):
-    """A program's files lie in its own directory."""
+    """A program's files must be in its directory."""
     with pytest.raises(MensError, match="plain file name"):
         Program(argv=("true",), files={name: ""})
 
 
 def test_sandbox_that_cannot_be_made_is_no_failed_program(monkeypatch, sandbox):
-    """Its error is bubblewrap's own, and no execution is reported."""
+    """The error is bubblewrap's own, and no result is returned."""
     monkeypatch.setattr(sandbox, "_system", [*sandbox._system, "--no-such-option"])
     with pytest.raises(SetupError) as caught:
         sandbox.run(shell("true"), LIMITS)
@@ -163,7 +163,7 @@ def test_sandbox_that_cannot_be_made_is_no_failed_program(monkeypatch, sandbox):
 
 
 def test_program_that_cannot_be_mounted_does_not_run(sandbox):
-    """A path that is not there is refused, not left out."""
+    """A missing path is refused and not skipped."""
     with pytest.raises(SetupError, match="/no/such/path"):
         sandbox.run(Program(argv=("true",), visible=("/no/such/path",)), LIMITS)
 
@@ -172,7 +172,7 @@ def test_program_that_cannot_be_mounted_does_not_run(sandbox):
     ("missing", "package"), [("bwrap", "bubblewrap"), ("prlimit", "util-linux")]
 )
 def test_missing_tool_is_named_with_its_package(monkeypatch, tmp_path, missing, package):
-    """Exit code 3, and how to get it."""
+    """The error exits with code 3 and says how to install it."""
     for name in {"bwrap", "prlimit", "setpriv"} - {missing}:
         (tmp_path / name).symlink_to("/bin/true")
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -182,7 +182,7 @@ def test_missing_tool_is_named_with_its_package(monkeypatch, tmp_path, missing, 
 
 
 def test_everything_dies_with_the_process_that_asked(tmp_path):
-    """It is killed with SIGKILL in the middle; nobody is left to clean up."""
+    """The parent is killed with SIGKILL and cannot clean up."""
     source = """
         from mens_exp.sandbox.bubblewrap import Bubblewrap
         from mens_exp.sandbox.program import Limits, Program
@@ -200,7 +200,7 @@ def _sleeping():
         try:
             if entry.read_bytes() == b"/bin/sleep\x0054321\x00":
                 found.append(entry)
-        except OSError:  # it is gone
+        except OSError:  # it has ended
             continue
     return found
 
@@ -219,7 +219,7 @@ def _within(seconds, holds):
     reason="gives up root's rights: run it as root, with a Python that others may execute",
 )
 def test_other_users_are_isolated_alike():
-    """Without root's rights a user namespace takes the place of a user id of its own."""
+    """Without root, a user namespace replaces a separate user id."""
     source, packages = (Path(one.__file__).parents[n] for one, n in ((bubblewrap, 2), (psutil, 1)))
     code = """
         import os
@@ -242,13 +242,13 @@ def test_other_users_are_isolated_alike():
 
 
 def test_files_of_this_machine_are_not_counted():
-    """A process that sees the same /tmp as we do has no file system of its own."""
+    """A process with our own /tmp has no file system of its own to count."""
     with subprocess.Popen(["/bin/sleep", "60"]) as sleeping:
-        assert files_in(sleeping.pid, "/tmp") == 0  # looked at alone
+        assert files_in(sleeping.pid, "/tmp") == 0  # the process by itself
         sleeping.kill()
 
 
 def test_python_is_the_same_path_inside(sandbox):
-    """The interpreter without its virtual environment."""
+    """The interpreter is used without its virtual environment."""
     done = sandbox.run(python_program("import sys; print(sys.executable)"), LIMITS)
     assert done.stdout.strip() == PYTHON

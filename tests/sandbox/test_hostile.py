@@ -1,4 +1,4 @@
-"""Programs that mean harm; each says `escaped` where it got its way."""
+"""Hostile programs; each prints `escaped` if it succeeds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LITTLE_CPU = Limits(memory_mib=96, cpu_s=0.3, wall_s=8, processes=12, output_kib
 
 SPECIAL = {Outcome.timeout: SHORT, Outcome.cpu_time: LITTLE_CPU}
 
-# What every attempt is made with: an error of the system is containment, anything else escaped.
+# The preamble of all attempts: OSError is containment, and anything else an escape.
 PRELUDE = """
 import ctypes, os, resource, signal, socket, sys, threading, time
 libc = ctypes.CDLL(None, use_errno=True)
@@ -43,8 +43,8 @@ def write(path):
         return file.write("x")
 """
 
-# By name: the source, and how a contained one ends. `{port}`, `{abstract}`, `{secret}`, `{home}`,
-# `{host}` and `{victim}` stand for what this test has put up on the machine.
+# By name: the source, and how it ends if contained. `{port}`, `{abstract}`, `{secret}`, `{home}`,
+# `{host}` and `{victim}` stand for what this test has set up on the machine.
 HOSTILE = {
     "connects_to_this_machine": (
         "attempt(socket.create_connection, ('127.0.0.1', {port}), 1)",
@@ -336,7 +336,7 @@ HOSTILE = {
     "crashes": ("ctypes.string_at(0)", Outcome.killed_signal),
     "hides_from_measurement": (
         (
-            "libc.prctl(4, 0, 0, 0, 0)\n"  # not dumpable: its /proc files belong to root
+            "libc.prctl(4, 0, 0, 0, 0)\n"  # not dumpable, so its /proc files belong to root
             "for _ in range(6):\n"
             "    if os.fork() == 0:\n"
             "        held = bytearray(b'x') * (48 * 2**20)\n        time.sleep(60)\n"
@@ -349,7 +349,7 @@ HOSTILE = {
 
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory):
-    """Put up what a program must not reach: sockets, a file, a process, a word."""
+    """Set up what a program must not reach: sockets, a file, a process and a secret."""
     secret = tmp_path_factory.mktemp("private") / "secret"
     word = secrets.token_hex(8)
     secret.write_text(word, "utf-8")
@@ -388,14 +388,14 @@ def processes_with(mark):
         try:
             if entry.name.isdigit() and mark.encode() in (entry / "cmdline").read_bytes():
                 found.append(entry.name)
-        except OSError:  # it is gone
+        except OSError:  # it has ended
             continue
     return found
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_program_is_contained(sandbox, machine, name):
-    """It reaches nothing, ends as its limit says, and leaves neither file nor process."""
+    """It ends as expected, reaches nothing, and leaves no file or process."""
     source, outcome = HOSTILE[name]
     mark = secrets.token_hex(8)
     started = time.monotonic()
@@ -409,11 +409,11 @@ def test_hostile_program_is_contained(sandbox, machine, name):
 
 
 def test_there_are_enough_of_them():
-    """A list that shrinks is noticed."""
+    """The number of attacks must not shrink unnoticed."""
     assert len(HOSTILE) >= 25
 
 
 def test_prelude_tells_an_escape(sandbox, machine):
-    """An attempt that succeeds is told: the tests above can fail."""
+    """Control: a successful attempt is reported, so the tests above can fail."""
     done = run(sandbox, "attempt(write, '/tmp/program/mine')", Outcome.ok, "mark")
     assert done.stdout == "escaped: 1\n"

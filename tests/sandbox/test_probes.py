@@ -22,7 +22,7 @@ NAMES = [
 
 
 class WithoutLimits(Bubblewrap):
-    """Bubblewrap with one protection taken away."""
+    """Bubblewrap with one protection removed."""
 
     def __init__(self, *, drop=(), add=()):
         super().__init__()
@@ -30,7 +30,7 @@ class WithoutLimits(Bubblewrap):
 
 
 class Loose(Bubblewrap):
-    """Bubblewrap with one limit that is not kept."""
+    """Bubblewrap with one limit that is not enforced."""
 
     def __init__(self, **limits):
         super().__init__()
@@ -42,7 +42,7 @@ class Loose(Bubblewrap):
 
 @pytest.fixture(autouse=True)
 def bubblewrap(sandbox):
-    """Skip where there is none."""
+    """Skip if bubblewrap is missing."""
 
 
 def escaped(sandbox):
@@ -50,21 +50,21 @@ def escaped(sandbox):
 
 
 def test_bubblewrap_contains_every_probe():
-    """All seven, in their order."""
+    """All seven probes pass in order."""
     results = probe(Bubblewrap())
     assert [result.name for result in results] == NAMES
     assert {result.name: result.found for result in results if not result.contained} == {}
 
 
 def test_network_is_found():
-    """A sandbox that shares the network is not used."""
+    """A sandbox with network access is refused."""
     with pytest.raises(SetupError) as caught:
         probed(WithoutLimits(drop=("--unshare-net",)))
     assert "network: it connected to this machine" in str(caught.value)
 
 
 def test_writable_root_is_found(tmp_path):
-    """Written from inside, seen from outside."""
+    """The probe writes a file inside and looks for it outside."""
     home = str(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", home)
@@ -77,7 +77,7 @@ def test_writable_root_is_found(tmp_path):
 
 
 def _binding(sandbox, home):
-    """Bind a home directory writable, over the private /tmp."""
+    """Bind a home directory writable over the private /tmp."""
     make = sandbox._command
 
     def command(*arguments):
@@ -98,12 +98,12 @@ def _binding(sandbox, home):
     ],
 )
 def test_limit_that_is_not_kept_is_found(limits, name):
-    """Each by its own probe, and by no other."""
+    """Each missing limit is found by its own probe only."""
     assert list(escaped(Loose(**limits))) == [name]
 
 
 def test_ignored_end_is_found():
-    """A sandbox that does not end its program."""
+    """A sandbox that does not kill its program is refused."""
 
     class Patient(Bubblewrap):
         def run(self, program, limits):
@@ -116,28 +116,28 @@ def test_ignored_end_is_found():
 
 
 def test_environment_that_leaks_is_found():
-    """One more variable than a program is given."""
+    """An unexpected environment variable is found."""
     leaking = WithoutLimits(add=("--setenv", "SECRET_TOKEN", "x"))
     assert list(escaped(leaking)) == ["parent_environment"]
     assert "SECRET_TOKEN" in escaped(leaking)["parent_environment"]
 
 
 def test_each_option_opens_its_own_sandbox():
-    """And never another."""
+    """There is no fallback to another sandbox."""
     assert open_sandbox(BubblewrapSandbox()).kind == "bubblewrap"
     assert open_sandbox(UnsafeSandbox()).kind == "unsafe"
 
 
 @pytest.mark.parametrize("config", [NoSandbox(), SandboxConfig(name="none")])
 def test_without_a_sandbox_nothing_is_executed(config):
-    """`sandbox=none` is an answer, with its remedy."""
+    """`sandbox=none` disables execution, with a remedy in the message."""
     with pytest.raises(SetupError, match="generated programs are not executed") as caught:
         open_sandbox(config)
     assert "apt-get install bubblewrap" in str(caught.value)
 
 
 def test_missing_bubblewrap_is_no_reason_for_less(monkeypatch, tmp_path):
-    """No fallback: the error names both ways on."""
+    """There is no fallback; the error names both alternatives."""
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SetupError, match="bwrap is not installed") as caught:
         open_sandbox(BubblewrapSandbox())
@@ -145,12 +145,12 @@ def test_missing_bubblewrap_is_no_reason_for_less(monkeypatch, tmp_path):
 
 
 def test_defaults_of_the_settings_are_those_of_the_limits():
-    """One truth, in two layers."""
+    """The defaults in both layers are equal."""
     assert limits_of(BubblewrapSandbox()) == Limits() == limits_of(NoSandbox())
 
 
 def test_every_setting_reaches_its_limit():
-    """Each value is another, and none is lost."""
+    """Each setting has another value and sets its own limit."""
     values = {"memory_mib": 70, "cpu_s": 2.5, "wall_s": 3.5, "output_kib": 7, "file_mib": 9}
     assert limits_of(BubblewrapSandbox(**values, processes=5)) == Limits(**values, processes=5)
     assert limits_of(UnsafeSandbox(**values)) == Limits(**values)

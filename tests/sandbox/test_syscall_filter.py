@@ -89,7 +89,7 @@ def numbers(machine):
 
 @pytest.mark.parametrize("machine", HEADERS)
 def test_filter_refuses_and_allows_by_the_kernel_s_own_numbers(machine):
-    """Those of the C headers."""
+    """The numbers come from the C headers."""
     program, calls = syscall_filter(machine), numbers(machine)
     for name in REFUSED:
         assert verdict(program, number=calls[name], audit=AUDIT[machine]) == EPERM, name
@@ -99,7 +99,7 @@ def test_filter_refuses_and_allows_by_the_kernel_s_own_numbers(machine):
 
 @pytest.mark.parametrize("machine", HEADERS)
 def test_filter_looks_at_flags_and_families(machine):
-    """A thread and a fork pass, a namespace does not; nor does a socket of another family."""
+    """Threads and forks are allowed; namespaces and other socket families are not."""
     program, calls, audit = syscall_filter(machine), numbers(machine), AUDIT[machine]
     for flags, expected in {17: ALLOW, 0x3D0F00: ALLOW, 0x10000011: EPERM, 0x20000: EPERM}.items():
         assert verdict(program, number=calls["clone"], audit=audit, argument=flags) == expected
@@ -110,13 +110,13 @@ def test_filter_looks_at_flags_and_families(machine):
 
 
 def test_filter_kills_calls_of_another_machine():
-    """Their numbers mean something else: 32-bit calls, and the second table of x86-64."""
+    """32-bit calls and the x32 table of x86-64 use other numbers."""
     program = syscall_filter("x86_64")
     assert verdict(program, number=0, audit=0x40000003) == KILL
     assert verdict(program, number=0x40000000 | 1, audit=AUDIT["x86_64"]) == ENOSYS
 
 
 def test_unknown_machine_has_no_sandbox():
-    """Exit code 3; nothing runs without the filter."""
+    """Nothing runs without the filter; the exit code is 3."""
     with pytest.raises(SetupError, match="x86_64 or aarch64"):
         syscall_filter("riscv64")

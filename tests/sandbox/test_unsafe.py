@@ -13,7 +13,7 @@ LIMITS = Limits(memory_mib=128, wall_s=8, output_kib=4)
 
 
 def test_unsafe_execution_is_labelled_and_has_its_files():
-    """The label is part of what every execution says."""
+    """Every result has the label `unsafe`."""
     program = Program(argv=("/bin/sh", "-c", "cat a; cat"), files={"a": "x"}, stdin="y")
     done = Unsafe().run(program, LIMITS)
     assert (done.outcome, done.stdout, done.sandbox) == (Outcome.ok, "xy", "unsafe")
@@ -31,12 +31,12 @@ def test_unsafe_execution_is_labelled_and_has_its_files():
     ],
 )
 def test_unsafe_execution_keeps_its_limits(source, limits, outcome):
-    """Those that need no isolation."""
+    """Limits that need no isolation are enforced."""
     assert Unsafe().run(python_program(source), limits).outcome is outcome
 
 
 def test_compiler_that_ran_out_of_memory_did_even_above_its_backtrace():
-    """What rustc printed on a machine whose memory was short: the reason, then its own stack."""
+    """The compiler printed this when memory was short: the reason, then its own backtrace."""
     stack = "".join(f"  {number}: 0x7f3c7f19314b - <unknown>\n" for number in range(24))
     refused = "memory allocation of 134217728 bytes failed"
     text = f"{refused}\nstack backtrace:\n{stack}Aborted\n"
@@ -47,7 +47,7 @@ def test_compiler_that_ran_out_of_memory_did_even_above_its_backtrace():
 
 
 def test_unsafe_execution_leaves_no_process_of_its_group():
-    """A child in the background ends with it."""
+    """A background child is killed too."""
     done = Unsafe().run(Program(argv=("/bin/sh", "-c", "sleep 60 & echo $!")), LIMITS)
     pid = int(done.stdout)
     until = time.monotonic() + 5
@@ -59,14 +59,14 @@ def test_unsafe_execution_leaves_no_process_of_its_group():
 
 def _runs(pid):
     try:
-        with open(f"/proc/{pid}/stat", encoding="ascii") as file:  # a moment's file
+        with open(f"/proc/{pid}/stat", encoding="ascii") as file:  # a temporary file
             return file.read().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
 
 
 def test_unsafe_environment_holds_no_secret(monkeypatch):
-    """It is scrubbed here too."""
+    """The environment is scrubbed here too."""
     monkeypatch.setenv("TOKEN", "secret")
     done = Unsafe().run(Program(argv=("/usr/bin/env",)), LIMITS)
     assert "secret" not in done.stdout
@@ -74,7 +74,7 @@ def test_unsafe_environment_holds_no_secret(monkeypatch):
 
 
 def test_results_come_in_the_order_of_the_programs(sandbox):
-    """The first takes longest."""
+    """The first program takes longest."""
     programs = [
         python_program(f"import time; time.sleep({0.4 if number == 0 else 0}); print({number})")
         for number in range(8)
@@ -84,7 +84,7 @@ def test_results_come_in_the_order_of_the_programs(sandbox):
 
 
 def test_several_run_at_once(sandbox):
-    """Each prints when it began and when it ended; some begin before another's end."""
+    """Each prints its start and end, and some of these intervals overlap."""
     source = "import time; print(time.time()); time.sleep(0.8); print(time.time())"
     done = run_all(sandbox, [python_program(source)] * 4, LIMITS, workers=4)
     assert {one.outcome for one in done} == {Outcome.ok}
@@ -93,7 +93,7 @@ def test_several_run_at_once(sandbox):
 
 
 def test_no_program_begins_after_the_sandbox_broke():
-    """The error comes out; what had not begun is not executed."""
+    """The error propagates, and programs that have not started are skipped."""
     begun = []
 
     class Breaking:

@@ -1,7 +1,7 @@
-"""Judge what a fault left behind, with nothing of the package that is judged.
+"""Judge what a fault left behind, without using the package under test.
 
-Every file is read as bytes, as plain JSON or as a checkpoint of torch, and compared with that of
-a run that nothing disturbed. What may differ is listed here, each with its reason.
+Every file is read as bytes, as plain JSON or as a torch checkpoint, and compared with that of an
+undisturbed run. Allowed differences are listed here, each with its reason.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ import re
 
 import torch
 
-# Pages and logs that show times, and what Hydra keeps of the command as it was typed.
-# What the record names as failed, after which a run counts as done: it can be drawn again.
-# They save the next run a second; nobody misses them.
+# SPARE: caches that only save the next run a second. DRAWN: files that the record may name as
+# failed in a run that counts as done; they can be drawn again. SHOWN: pages and logs that show
+# times, and Hydra's copy of the command.
 SPARE = ("cache/reference/", "cache/data_contract/")
 DRAWN = ("report.html", "MODEL_CARD.md", "run_summary.json", "training_skip_stats.json")
 SHOWN = re.compile(r"(\.html|\.log|MODEL_CARD\.md|\.hydra/.*)$")
-# Keys of JSON whose values are times, sizes of processes, or what happened to a run on its way.
-# `attempts` and `notes` say how often it was disturbed; a run's own outputs are hashed by
-# `believed`; `search.journal` is Optuna's log, whose trials sweep.json has.
+# JSON keys whose values are times, process sizes, or events on the way.
+# `attempts` and `notes` count disturbances; a run's own outputs are hashed by
+# `believed`; `search.journal` is Optuna's log, whose trials are in sweep.json.
 PASSING = re.compile(
     r"(.*_utc|.*_s|.*_ms|system/.*|.*seconds|.*rss_bytes|peak_bytes|free|free_bytes|measured.*|perf/.*|mem/.*"
     r"|utc|attempts|notes|reason|pid|was_done_already|why|process_started|server|previous|sha256|entry_sha256|outputs"
     r"|environment|provenance|known|sent|peak_rss_bytes_of_processes|run_id|directory|overrides|resumed_from)"
 )
-# Of a checkpoint, what goes on from it; the state of callbacks has times.
+# The parts of a checkpoint that training resumes from; callbacks' state contains times.
 STATE = ("state_dict", "adapter", "optimizer_states", "lr_schedulers", "counters", "selected")
-READ = (".json", ".jsonl", ".yaml")  # text that may name a run's directory
+READ = (".json", ".jsonl", ".yaml")  # text that may contain a run's directory
 JOURNALS = ("search.journal", "cache/ledger.jsonl")
-# What Slurm and the tasks of its arrays write about their own starts.
+# Files in which Slurm and the tasks of its arrays log their own starts.
 SLURM_LOGS = re.compile(r"all/batch/")
 LEFT_OVER = re.compile(r"(\.tmp|\.old|\.lock|\.taking|\.rename)$|/tmp[^/]*$|/\.sync-")
 
 
 def read(root):
-    """Return the content of every file below a directory, by its path there."""
+    """Return the content of every file below a directory, by relative path."""
     return {
         path.relative_to(root).as_posix(): path.read_bytes()
         for path in sorted(root.rglob("*"))
@@ -46,7 +46,7 @@ def read(root):
 
 
 def first(done, action):
-    """Yield what is wrong with how the disturbed command ended."""
+    """Yield the problems in how the disturbed command ended."""
     if action in ("kill", "torn", "moment") and done.returncode < 0:
         return
     if done.returncode != 0:
@@ -54,7 +54,7 @@ def first(done, action):
 
 
 def refusal(done):
-    """Yield what is wrong with a command that did not end well: it has to say what to do."""
+    """Yield the problems in how a command failed: it must say what to do next."""
     said = done.stdout + done.stderr
     if done.returncode < 0:
         yield f"ended by signal {-done.returncode}"
@@ -67,7 +67,7 @@ def refusal(done):
 
 
 def believed(root):
-    """Yield runs that say that they succeeded while a file of theirs is not what they wrote."""
+    """Yield runs that report success although a file of theirs differs from what they wrote."""
     for path in sorted(root.rglob("manifest.json")):
         if path.parent.parent == root or path.parent.parent.name == "all":
             yield from _believed(path)
@@ -90,7 +90,7 @@ def _believed(path):
 
 
 def differences(root, expected, own, said=""):
-    """Yield how the files below a directory differ from those of an undisturbed run.
+    """Yield the differences between the files below a directory and those of an undisturbed run.
 
     Args:
         root: the directory.
@@ -112,7 +112,7 @@ def differences(root, expected, own, said=""):
             if not is_spare and not name.startswith(SPARE):
                 yield f"{name} is missing"
         elif name not in expected and name.endswith(".log"):
-            continue  # of a process that did not end well
+            continue  # of a process that failed
         elif name not in expected:
             if not LEFT_OVER.search(name):
                 yield f"{name} is there"
@@ -123,7 +123,7 @@ def differences(root, expected, own, said=""):
 
 
 def _renamed(found, own):
-    """Keep the one run that ended well, under the name of an undisturbed one."""
+    """Keep the one successful run, renamed to the directory of an undisturbed one."""
     kept = {}
     for name, data in sorted(found.items()):
         top = name.partition("/")[0]
@@ -139,18 +139,18 @@ def _renamed(found, own):
 
 
 def _names_its_pages(said, name):
-    """Tell whether a sweep says that a job's pages were not written."""
+    """Return whether a sweep says that a job's pages were not written."""
     return f"Pages of {name.split('/')[-2]} were not written: " in said
 
 
 def _says_so(found, name):
-    """Tell whether a run's record says that its pages could not be written."""
+    """Return whether a run's record says that its pages could not be written."""
     record = found.get(f"{name.rpartition('/')[0]}/manifest.json", b"{}")
     return any(note.startswith("report failed: ") for note in json.loads(record).get("notes", ()))
 
 
 def _unlike(name, found, expected):
-    """Yield how two contents differ beyond what may."""
+    """Yield the differences of two contents beyond what is allowed."""
     if SHOWN.search(name) or name.endswith(JOURNALS):
         return
     try:
@@ -159,18 +159,18 @@ def _unlike(name, found, expected):
         yield f"cannot be read: {error}"
         return
     if name.endswith("plan.json") and _is_counted(found) != _is_counted(expected):
-        del ours["tokens_total"], theirs["tokens_total"]  # one of them is an estimate
+        del ours["tokens_total"], theirs["tokens_total"]  # one of the two is an estimate
     if ours != theirs:
         yield f"differs{_where(ours, theirs)}"
 
 
 def _is_counted(plan):
-    """Tell whether the rows were already encoded, so that the plan counts them."""
+    """Return whether the rows were already encoded, so that the plan has exact counts."""
     return json.loads(plan)["data"].get("train_blocks") is not None
 
 
 def _where(ours, theirs, at=""):
-    """Name the first places where two values differ."""
+    """Return the first places where two values differ."""
     if type(ours) is not type(theirs) or not isinstance(ours, dict | list):
         return f" at {at}: {str(ours)[:80]} for {str(theirs)[:80]}" if at else ""
     if isinstance(ours, list):
@@ -185,7 +185,7 @@ def _where(ours, theirs, at=""):
 
 
 def comparable(name, data):
-    """Return what two files of a name share when the same work made them.
+    """Return the part of a file that must be equal if the same work wrote it.
 
     Raises:
         ValueError: it is not whole JSON.
@@ -193,7 +193,7 @@ def comparable(name, data):
     """
     if name.endswith(".ckpt"):
         return _numbers({key: torch.load(io.BytesIO(data))[key] for key in STATE})
-    if name.endswith("telemetry.jsonl"):  # what was trained and measured; a resumption adds events
+    if name.endswith("telemetry.jsonl"):  # what was trained and measured; resuming adds events
         events = [json.loads(line) for line in data.splitlines()]
         return [_lasting(one) for one in events if one["event"] in ("step", "validation")]
     if name.endswith("checkpoints/sha256.json"):
@@ -204,15 +204,15 @@ def comparable(name, data):
         return data
     value = json.loads(data)
     if name == "own1/manifest.json":
-        value.pop("config_digest")  # the next command may have had to write elsewhere
+        value.pop("config_digest")  # the next command may have used another directory
     if name.endswith("plan.json"):
         for estimated in ("data", "epochs", "memory_bytes", "disk_bytes", "time_s", "processes"):
-            value.pop(estimated, None)  # what is cached by now and what earlier runs took
+            value.pop(estimated, None)  # depends on the cache and on earlier runs
     return _lasting(value)
 
 
 def _numbers(value):
-    """Make tensors plain values that can be compared."""
+    """Convert tensors to plain values that can be compared."""
     if isinstance(value, torch.Tensor):
         return [str(value.dtype), list(value.shape), value.reshape(-1).view(torch.uint8).tolist()]
     if isinstance(value, dict):

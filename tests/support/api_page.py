@@ -62,7 +62,7 @@ def code() -> Iterator[str]:
 
 
 def of_class(kind: type) -> Iterator[str]:
-    """Yield the entry of a class: what it is, its attributes, properties and methods."""
+    """Yield the entry of a class: its summary, attributes, properties and methods."""
     yield from described(f"### `{kind.__name__}`", inspect.getdoc(kind) or "")
     for name, member in vars(kind).items():
         if name.startswith("_") or name in {one.name for one in dataclasses.fields(kind)}:
@@ -74,7 +74,7 @@ def of_class(kind: type) -> Iterator[str]:
 
 
 def entry(title: str, function: Any) -> Iterator[str]:
-    """Yield the entry of a function: its signature, and its docstring."""
+    """Yield the entry of a function: its signature and docstring."""
     signature = re.sub(r"\(self(, )?", "(", str(inspect.signature(function)))
     signature = re.sub(r"(: |-> )'([^']*)'", r"\1\2", signature)
     described_lines = described(title, inspect.getdoc(function) or "")
@@ -84,7 +84,7 @@ def entry(title: str, function: Any) -> Iterator[str]:
 
 
 def described(title: str, text: str) -> Iterator[str]:
-    """Yield a docstring of Google's form as Markdown."""
+    """Yield a Google-style docstring as Markdown."""
     yield title
     yield ""
     section = None
@@ -103,7 +103,7 @@ def described(title: str, text: str) -> Iterator[str]:
 
 
 def marked(text: str) -> str:
-    """Write reStructuredText's markup of code and references as Markdown's."""
+    """Convert reStructuredText markup of code and references to Markdown."""
     text = re.sub(r":\w+:`~?(?:[\w.]+\.)?(\w+)`", r"`\1`", text)
     return text.replace("``", "`")
 

@@ -26,9 +26,9 @@ from `a` to `c` is left out.
 
 ![The packages by layer](architecture.svg)
 """
-ROW, COLUMN, BOX = 62, 132, (112, 30)  # pixels of the drawing
+ROW, COLUMN, BOX = 62, 132, (112, 30)  # pixels
 TEXT = 'text-anchor="middle" font-family="system-ui, sans-serif"'
-TOP = "mens_exp"  # the modules that stand beside the packages, such as errors.py
+TOP = "mens_exp"  # top-level modules beside the packages, such as errors.py
 
 
 def page(root: Path) -> str:
@@ -45,7 +45,7 @@ def page(root: Path) -> str:
 
 
 def drawing(root: Path) -> str:
-    """Return the drawing of a source tree: a row for each layer, a box for each package."""
+    """Return the drawing of a source tree, with a row per layer and a box per package."""
     uses = packages(structure.modules(root))
     layers = levels(uses)
     rows = [sorted(name for name in uses if layers[name] == one) for one in set(layers.values())]
@@ -79,7 +79,7 @@ def drawing(root: Path) -> str:
 
 
 def packages(found: dict[str, structure.Module]) -> dict[str, set[str]]:
-    """Return the packages that each package imports; modules of the top level are left out."""
+    """Return the packages that each package imports; top-level modules are left out."""
     uses: dict[str, set[str]] = {}
     for file, module in found.items():
         here = package_of(file)
@@ -91,7 +91,7 @@ def packages(found: dict[str, structure.Module]) -> dict[str, set[str]]:
 
 
 def levels(uses: dict[str, set[str]]) -> dict[str, int]:
-    """Return the layer of each package: 1, or one more than the highest that it imports."""
+    """Return the layer of each package: 1, or one above the highest it imports."""
     found: dict[str, int] = {}
 
     def level(name: str, above: tuple[str, ...] = ()) -> int:
@@ -107,7 +107,7 @@ def levels(uses: dict[str, set[str]]) -> dict[str, int]:
 
 
 def direct(name: str, uses: dict[str, set[str]]) -> set[str]:
-    """Return the imported packages that no other imported package leads to."""
+    """Return the imported packages that no other imported package imports in turn."""
     return {
         one
         for one in uses[name]
@@ -116,7 +116,7 @@ def direct(name: str, uses: dict[str, set[str]]) -> set[str]:
 
 
 def reached(name: str, uses: dict[str, set[str]]) -> set[str]:
-    """Return all packages that a package imports, directly or through others."""
+    """Return all packages that a package imports, directly or indirectly."""
     return uses[name].union(*(reached(one, uses) for one in uses[name]))
 
 

@@ -1,7 +1,7 @@
-"""Run an attack in a process of its own, so that it can neither hang nor fill the machine.
+"""Run an attack in a separate process, so that it can neither hang nor exhaust the machine.
 
-The process is forked, gets so much more memory as it is allowed, and is killed when it takes too
-long. What came of it is told, not raised: a test then says which end it expects.
+The process is forked, may allocate a limited amount of memory, and is killed at the time limit.
+The outcome is returned and not raised, so that a test can state which one it expects.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class End:
-    """How an attack ended: `returned`, `refused` (an error of ours), `raised` or `killed`."""
+    """The outcome of an attack: `returned`, `refused` (one of our errors), `raised` or `killed`."""
 
     how: str
     message: str = ""
@@ -41,11 +41,11 @@ def attack(work, *given, seconds=10, memory_mib=1024, cpu_s=0):
     """
     reading, writing = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # about forking with threads
         child = os.fork()
     if child == 0:
         os.close(reading)
-        gc.freeze()  # collections pass over what the test process held, and copy none of its pages
+        gc.freeze()  # the collector skips the test process's objects, so their pages are not copied
         signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
         _work(work, given, writing, memory_mib)
@@ -72,7 +72,7 @@ def _work(work, given, writing, memory_mib):
             end = ("returned", str(work(*given))[:1000])
         except MensError as error:
             end = ("refused", str(error)[:5000])
-        except BaseException:  # told to the parent, whatever it is
+        except BaseException:  # reported to the parent, whatever it is
             end = ("raised", traceback.format_exc()[-2000:])
         os.write(writing, json.dumps(end).encode("utf-8"))
     finally:

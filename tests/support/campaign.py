@@ -47,8 +47,8 @@ from disk_faults import Fault, Watcher
 
 RESULTS = Path(__file__).parents[1] / "faults/campaign.json"
 FORMAT = "mens_exp_campaign"
-LIMIT_S = 240  # of a command; the slowest undisturbed one takes some tens of seconds
-# Drawing takes a third of a tiny run's time, and the reports are written all the same.
+LIMIT_S = 240  # per command; the slowest undisturbed one takes some tens of seconds
+# Plots take a third of a tiny run's time; reports are written without them too.
 BEFORE_EACH = (
     "from mens_exp.report import plots\n"
     "plots._drawn = lambda *_: '<svg viewBox=\"0 0 1 1\"></svg>'\n" + disk_faults.source()
@@ -81,7 +81,7 @@ def add{number}(a, b):
 
 @dataclass(frozen=True)
 class Task:
-    """A command, and what a user types next where it did not end well.
+    """A command, and the commands a user runs next if it fails.
 
     Attributes:
         name: as the page has it.
@@ -102,7 +102,7 @@ class Task:
 
 
 def _twice(*command, other=()):
-    """Return a command in a directory of its own, and what is typed after it, in others too."""
+    """Return a command with its own directory, and the follow-up commands, also in others."""
     return (*command, "hydra.run.dir=own1"), (
         (*command, "hydra.run.dir=own1"),
         (*command, "hydra.run.dir=own2"),
@@ -142,7 +142,7 @@ TASKS = [
 
 @dataclass(frozen=True)
 class Moment:
-    """SIGKILL at a random moment, of one of a command's processes or of all that are there.
+    """SIGKILL at a random moment, for one or all of a command's processes.
 
     Attributes:
         share: of the time that the undisturbed command takes.
@@ -163,7 +163,7 @@ class Case:
 
 
 class Place:
-    """A directory in which one case after the other is played, always under the same path."""
+    """A directory in which cases run one after the other, always under the same path."""
 
     def __init__(self, root):
         self.case, self._worlds = root / "case", root / "worlds"
@@ -172,7 +172,7 @@ class Place:
         self._clean, self.took_s = {}, {}
 
     def put(self, world):
-        """Make the case's directory one of a world."""
+        """Reset the case's directory to a copy of a world."""
         kept = self._worlds / world
         if not kept.exists():
             getattr(self, f"_make_{world}")()
@@ -200,7 +200,7 @@ class Place:
         )
 
     def clean(self, task):
-        """Run a task undisturbed, once; return the calls it makes and what it leaves."""
+        """Run a task undisturbed, once; return its calls and its files."""
         if task.name not in self._clean:
             self.put(task.world)
             with Watcher(self.case) as watcher, service(task) as more:
@@ -215,7 +215,7 @@ class Place:
         return self._clean[task.name]
 
     def play(self, case):
-        """Play a case; return what is wrong with what came of it, in sentences."""
+        """Run a case; return the problems found afterwards, in sentences."""
         task = case.task
         _, expected = self.clean(task)
         self.put(task.world)
@@ -241,7 +241,7 @@ class Place:
         return [one for one in problems if not _is_what_the_fault_kept(self.case, case.fault, one)]
 
     def _hit(self, case, more):
-        """Run a case's command with its fault; None where it ended before the fault came."""
+        """Run a case's command with its fault; None if it ended before the fault."""
         task, fault = case.task, case.fault
         if isinstance(fault, Fault):
             with Watcher(self.case, fault) as watcher:
@@ -267,14 +267,14 @@ class Place:
         finally:
             timer.cancel()
             timer.join()
-        if task.name == "ddp":  # those that are left see it, and are no job that goes on
+        if task.name == "ddp":  # other workers notice it, and are not a job that continues
             until = time.monotonic() + LIMIT_S
             while self._processes() and time.monotonic() < until:
                 time.sleep(0.05)
         return done if killed else None
 
     def _processes(self):
-        """Return the processes that work in the case's directory."""
+        """Return the ids of processes that run in the case's directory."""
         found = []
         for place in Path("/proc").glob("[0-9]*/cwd"):
             with contextlib.suppress(OSError):
@@ -287,7 +287,7 @@ class Place:
         return found
 
     def _go_on(self, task, more):
-        """Type the next commands until one ends well; return what is wrong, and that command."""
+        """Run the next commands until one succeeds; return the problems and that command."""
         problems, said = [], []
         slurm_faults.wait_until_there(more)
         for command in task.again:
@@ -345,7 +345,7 @@ class Place:
 
 
 def _is_what_the_fault_kept(root, fault, problem):
-    """Whether it is a file like the one that was not deleted: any, or a lock that nobody holds.
+    """Whether a problem is a file whose deletion failed, or a lock that nobody holds.
 
     If the disk fails to delete a file, that file stays. A process that is killed may leave a lock
     alone: who needs it next takes it, and a cache that is complete needs none.
@@ -359,24 +359,24 @@ def _is_what_the_fault_kept(root, fault, problem):
 
 
 def _is_free(lock):
-    """Whether a lock names no process, and can be taken at once."""
+    """Return whether a lock names no process and can be acquired at once."""
     try:
         with lock.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return file.read() == b""
-    except OSError:  # not there, or held
+    except OSError:  # missing, or held
         return False
 
 
 def _own_of(command):
-    """Return the directory of its own that a command names, if it does."""
+    """Return the directory that a command names as its own, if any."""
     (name,) = [text for text in command if text.startswith("hydra.run.dir=own")] or [""]
     return name.removeprefix("hydra.run.dir=")
 
 
 @contextlib.contextmanager
 def service(task):
-    """Serve what a task needs besides files; yield what its environment names."""
+    """Provide what a task needs besides files; yield its environment variables."""
     if task.name == "slurm":
         with slurm_faults.cluster() as environment:
             yield environment
@@ -390,7 +390,7 @@ def service(task):
 
 
 def cases_of(task, calls, generator):
-    """Return kills at the first, middle and last of alike calls, and one of each other fault.
+    """Return kills at the first, middle and last of similar calls, and one of each other fault.
 
     The list begins with one case of each set of alike calls; a second of each follows, and so on.
     """
@@ -410,7 +410,7 @@ def cases_of(task, calls, generator):
 
 
 def case_named(text):
-    """Return the case that `told` names so; None for a kill at a random moment."""
+    """Return the case with the name that `told` gives; None for a kill at a random moment."""
     found = re.fullmatch(r"(\w+): (\w+) at (\w+) (\d+) of (.*)", text)
     if found is None:
         return None
@@ -420,7 +420,7 @@ def case_named(text):
 
 
 def moments_of(task, count, generator):
-    """Return kills at random moments, two of three of one process alone."""
+    """Return kills at random moments; two of three hit a single process."""
     return [
         Case(
             task,
@@ -431,7 +431,7 @@ def moments_of(task, count, generator):
 
 
 def sample(tasks, place, seed, moments=0):
-    """Yield cases of tasks in turn, each task's in an order that the seed draws.
+    """Yield cases of tasks in turn, each task's cases in a seeded order.
 
     Args:
         tasks: to draw from.
@@ -451,19 +451,19 @@ def sample(tasks, place, seed, moments=0):
 
 
 class Campaign:
-    """Plays cases on several places at a time, and keeps what came of them."""
+    """Runs cases in several places at a time, and records the results."""
 
     def __init__(self, tasks, seed, root, workers, moments=0):
         self.tasks, self.seed, self.moments = tasks, seed, moments
         self.places = [Place(root / str(number)) for number in range(workers)]
         self.started_utc = datetime.now(UTC).isoformat(timespec="seconds")
-        self.outcomes = []  # (case, problems), problems None where the call was not reached
+        self.outcomes = []  # (case, problems); problems is None if the call was not reached
         self._waiting = queue.Queue()
 
     def run(self, until, limit, chosen=None):
-        """Play cases, drawn or chosen, until the list, the time or a number of them ends."""
+        """Run cases, drawn or chosen, until the list, the time or a number of them is exhausted."""
         for task in self.tasks:
-            self.places[0].clean(task)  # whose calls the record counts
+            self.places[0].clean(task)  # its calls are counted in the record
         drawn = sample(self.tasks, self.places[0], self.seed, self.moments)
         self.planned = list(drawn) if chosen is None else chosen
         for case in self.planned[:limit]:
@@ -483,7 +483,7 @@ class Campaign:
             began = time.monotonic()
             try:
                 problems = place.play(case)
-            except Exception as error:  # of the campaign's own surroundings; the others go on
+            except Exception as error:  # an error of the campaign itself; the others continue
                 problems = [f"could not be played: {type(error).__name__}: {str(error)[:300]}"]
             self.outcomes.append((case, problems))
             said = "not reached" if problems is None else "; ".join(problems) or "well"
@@ -493,7 +493,7 @@ class Campaign:
             )
 
     def record(self, minutes):
-        """Return what came of the campaign, as the page shows it."""
+        """Return the campaign's results in the form of the page."""
         return {
             "seed": self.seed,
             "minutes": round(minutes, 1),
@@ -523,7 +523,7 @@ class Campaign:
 
 
 def _without_places(text):
-    """Leave out where the campaign's directory was."""
+    """Remove the campaign's directory from texts."""
     return re.sub(r"/\S*mens_exp_campai\S*", "(a path)", text)
 
 
@@ -551,7 +551,7 @@ def _surroundings():
 
 
 def told(case):
-    """Name a case in a line."""
+    """Describe a case in a line."""
     fault = case.fault
     if isinstance(fault, Moment):
         whom = "all processes" if fault.which is None else f"process {fault.which}"
@@ -561,7 +561,7 @@ def told(case):
 
 
 def main():
-    """Play the campaign; exit with 1 where something is wrong."""
+    """Run the campaign; exit with 1 if there is a problem."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=30)

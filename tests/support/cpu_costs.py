@@ -1,4 +1,4 @@
-"""CPU seconds of tests: a pytest plugin. ``make costs`` lists the dearest tests and directories.
+"""A pytest plugin that measures CPU seconds; ``make costs`` lists the dearest tests.
 
 Wall time says little where several processes share the cores. What a test costs is the processor
 time of its process and of the processes that ended meanwhile; the first test that needs a shared
@@ -13,7 +13,7 @@ from collections import Counter
 import pytest
 
 COST = "CPU seconds"
-MOST = 60  # lines of a table
+MOST = 60  # rows per table
 
 
 def pytest_addoption(parser):
@@ -29,13 +29,13 @@ def pytest_configure(config):
 
 
 def spent():
-    """Return the CPU seconds of this process and of those that it has waited for."""
+    """Return the CPU seconds of this process and of its finished children."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 class Meter:
-    """Adds the cost of each phase to what is reported of a test."""
+    """Adds the cost of each phase to the report of a test."""
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self, item):
@@ -58,7 +58,7 @@ class Meter:
 
 
 class Table:
-    """The costs of a session, by directory and by test function."""
+    """The costs of a session by directory and by test function."""
 
     def __init__(self):
         self.costs = Counter()
@@ -78,7 +78,7 @@ class Table:
 
 
 def summed(costs, part):
-    """Return the costs of what tests have in common."""
+    """Return the costs, summed by a key of the tests."""
     sums = Counter()
     for name, cost in costs.items():
         sums[part(name)] += cost
@@ -86,10 +86,10 @@ def summed(costs, part):
 
 
 def directory_of(name):
-    """Return the directory below tests/ of a node ID, or the file that stands beside them."""
+    """Return a node ID's directory below tests/, or the file if it is directly there."""
     return "/".join(name.partition("::")[0].split("/")[:2])
 
 
 def function_of(name):
-    """Return a node ID without the case."""
+    """Return a node ID without its parameters."""
     return name.partition("[")[0]

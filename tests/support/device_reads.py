@@ -1,4 +1,4 @@
-"""A count of what a program reads from tensors; on a GPU, each reading waits for the device.
+"""Count the reads of tensor values; on a GPU each of them waits for the device.
 
 torch's meta device stands in for a GPU in `HostSyncs`: its tensors have shapes and no values, code
 takes the paths of devices other than a CPU, and whatever a program reads of them has to pass here.
@@ -18,22 +18,22 @@ _READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.def
 
 
 class Reads(TorchDispatchMode):
-    """Counts readings of numbers and of the places of ones, inside the block."""
+    """Counts reads of numbers and of nonzero indices inside the context."""
 
     count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Count an operation, and run it."""
+        """Count an operation and run it."""
         del types
         self.count += func in _READS
         return func(*args, **kwargs or {})
 
 
 DEVICE = torch.device("meta")
-# Operations whose result, or its shape, the host has to know before it can go on.
+# Operations whose result, or its shape, the host must know before it continues.
 _WAITS = frozenset(
     {
-        "_local_scalar_dense",  # item, float, int, bool, tolist of one number
+        "_local_scalar_dense",  # item, float, int, bool, tolist of a single number
         "_unique2",
         "bincount",
         "equal",
@@ -46,14 +46,14 @@ _WAITS = frozenset(
         "unique_dim_consecutive",
     }
 )
-_BY_MASK = frozenset({"index", "index_put", "index_put_"})  # wait if an index is a mask
+_BY_MASK = frozenset({"index", "index_put", "index_put_"})  # they wait if an index is a mask
 _COPIES = frozenset({"_to_copy", "copy_"})
 _IN_TORCH = str(Path(torch.__file__).parent)
 
 
 @dataclass(frozen=True)
 class Sync:
-    """A point at which the host waits for the device: the operation, and the line that asked."""
+    """A host synchronization: the operation, and the line that caused it."""
 
     what: str
     file: str
@@ -66,7 +66,7 @@ class Sync:
 
 
 class HostSyncs(TorchDispatchMode):
-    """Lists the points inside the block at which a host would wait for a device.
+    """Lists the synchronizations with a device inside the context.
 
     Readings of tensors on `DEVICE` count, and copies between it and the host, except those to the
     device that are asked for with ``non_blocking``. A program that reads gets ones.
@@ -78,7 +78,7 @@ class HostSyncs(TorchDispatchMode):
         self.found = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Note an operation that waits, and run it; on ones if it reads values."""
+        """Record an operation that waits, and run it; if it reads values, it gets ones."""
         del types
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
@@ -140,7 +140,7 @@ def _moved(value):
 
 
 def move_to_device(module):
-    """Move a module's parameters and buffers, quantized ones too, to `DEVICE`; values are lost."""
+    """Move parameters and buffers, quantized ones too, to `DEVICE`; values are lost."""
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None:
@@ -151,7 +151,7 @@ def move_to_device(module):
 
 
 def _on_device(parameter):
-    """Return a parameter of the same class; torch moves none of bitsandbytes' to this device."""
+    """Return a parameter of the same class; torch cannot move bitsandbytes' to this device."""
     plain = parameter.detach().as_subclass(torch.Tensor).to(DEVICE)
     moved = torch.Tensor._make_subclass(type(parameter), plain, parameter.requires_grad)
     vars(moved).update(vars(parameter))

@@ -1,4 +1,4 @@
-"""Faults at chosen system calls of a process, and of all that it starts.
+"""Faults at chosen system calls of a process and of all its children.
 
 A process that executes `source` has a filter in the kernel, which stops each of its calls that
 change a file system until a `Watcher` in another process has answered (seccomp_unotify(2)). It
@@ -32,9 +32,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = str(Path(__file__).parent)
-VARIABLE = "DISK_WATCHER"  # where a process and those that it starts find the watcher
-# Name: numbers on x86_64 and aarch64, kind, and which arguments name the file. "fd n": an open
-# file; "at n": a directory's file and the path after it; "path n": a path.
+VARIABLE = "DISK_WATCHER"  # tells a process and its children where the watcher is
+# Name: numbers on x86_64 and aarch64, kind, and the arguments that name the file. "fd n": a file
+# descriptor; "at n": a directory's descriptor and the path after it; "path n": a path.
 CALLS = {
     "write": (1, 64, "write", "fd 0"),
     "pwrite64": (18, 68, "write", "fd 0"),
@@ -64,16 +64,16 @@ CALLS = {
     "fsync": (74, 82, "fsync", "fd 0"),
     "fdatasync": (75, 83, "fsync", "fd 0"),
 }
-OPENING = {"open": 1, "openat": 2}  # the argument of an opening call that holds its flags
+OPENING = {"open": 1, "openat": 2}  # argument with an opening call's flags
 _AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-_MAKES = os.O_CREAT | os.O_TRUNC | 0o20000000  # the last: a file without a name
+_MAKES = os.O_CREAT | os.O_TRUNC | 0o20000000  # the last one creates a file without a name
 _NEEDS_SPACE = {"write", "copy", "create", "mkdir", "link", "allocate"}
 _SECCOMP = {"x86_64": 317, "aarch64": 277}
 _PIDFD_GETFD = 438
 _RECEIVE, _SEND = 0xC0502100, 0xC0182101  # SECCOMP_IOCTL_NOTIF_RECV and _SEND
 _CONTINUE = 1
 _HERE = -100  # AT_FDCWD
-# What differs from run to run in a name: digests, process IDs, steps, dates and random letters.
+# Parts of a name that differ from run to run: digests, process IDs, steps, dates, random text.
 _CHANGING = re.compile(
     r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|(?:(?<=[./])|^)tmp\w{6,8}(?=/|$)|(?<=\.sync-)\w{8}"
     r"|(?<=obj/md5/)[0-9a-f/]+|(?<![0-9a-zA-Z])(?=[a-f]*\d)[0-9a-f]{6,}(?![0-9a-zA-Z])|\d+"
@@ -81,7 +81,7 @@ _CHANGING = re.compile(
 
 
 def source(address=None):
-    """Return what a process executes before its command; its children execute it too.
+    """Return the code that a process executes before its command; its children execute it too.
 
     Args:
         address: of the watcher; by default what the environment names, and without it nothing.
@@ -95,7 +95,7 @@ def source(address=None):
 
 
 def install(address):
-    """Put the filter around this process, and hand the kernel's end of it to a watcher."""
+    """Install the filter in this process, and pass the kernel's descriptor to a watcher."""
     libc = ctypes.CDLL(None, use_errno=True)
     filter_ = _filter()
     program = ctypes.create_string_buffer(filter_, len(filter_))
@@ -113,7 +113,7 @@ def install(address):
 
 
 def _filter():
-    """Return the program: a call of the table asks the watcher, any other goes on."""
+    """Return the BPF program: listed calls go to the watcher, and others continue."""
     column = 0 if platform.machine() == "x86_64" else 1
     lines = [(0x20, 0, 0, 4), (0x15, 1, 0, _AUDIT[platform.machine()]), (0x06, 0, 0, 0x7FFF0000)]
     lines.append((0x20, 0, 0, 0))
@@ -121,7 +121,7 @@ def _filter():
     for name, entry in CALLS.items():
         if entry[column] is None:
             continue
-        if name in OPENING:  # the flags' low half, and whether one of them makes a file
+        if name in OPENING:  # the low half of the flags, and whether one creates a file
             low = 16 + 8 * OPENING[name]
             lines += [(0x15, 0, 4, entry[column]), (0x20, 0, 0, low), (0x45, 0, 1, _MAKES)]
             lines += [ask, go_on]
@@ -132,7 +132,7 @@ def _filter():
 
 @dataclass(frozen=True, order=True)
 class Site:
-    """Calls that are alike: what is done, and to which class of file below the directory."""
+    """Similar calls: the kind of change, and the class of file below the directory."""
 
     kind: str
     place: str
@@ -140,7 +140,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens at one call.
+    """A fault at a single call.
 
     ``kill`` ends the process before it, and ``torn`` after half of what it was to write. ``short``
     writes half and says so. ``full`` is ENOSPC for it and for all later calls that need space, and
@@ -153,16 +153,16 @@ class Fault:
 
 
 class Watcher:
-    """Answers the calls of the processes that name it, in a thread."""
+    """Answers the calls of the processes that connect to it, in a thread."""
 
     def __init__(self, root, fault=None, delay_s=0.0):
         self.address = f"mens_exp_disk_{uuid.uuid4().hex}"
-        self.calls = []  # sites, in their order
+        self.calls = []  # sites in order of occurrence
         self.fired = False
         self._root, self._fault = os.path.realpath(root), fault
         self._delay_s = delay_s
         self._seen = Counter()
-        self._processes = {}  # number: the process itself, whoever has the number later
+        self._processes = {}  # number: the process itself, even if the number is reused
         self._is_full = False
         self._column = 0 if platform.machine() == "x86_64" else 1
         self._names = {entry[self._column]: name for name, entry in CALLS.items()}
@@ -178,7 +178,7 @@ class Watcher:
         return self
 
     def __exit__(self, *_):
-        """End the processes that are still under the filter, and the thread."""
+        """Kill the processes that still run under the filter, and stop the thread."""
         os.close(self._stopped)
         self._thread.join()
         self._listener.close()
@@ -203,7 +203,7 @@ class Watcher:
                     poll.register(kernel, select.POLLIN)
                 elif event & select.POLLIN:
                     self._answer(number)
-                else:  # the last process under it has ended
+                else:  # the last process under it has exited
                     poll.unregister(number)
                     os.close(number)
 
@@ -211,18 +211,18 @@ class Watcher:
         asked = bytearray(80)
         try:
             fcntl.ioctl(kernel, _RECEIVE, asked)
-        except OSError:  # it died, or a signal took it out of the call
+        except OSError:  # it died, or a signal interrupted the call
             return
         identity, pid, _, number, _, _, *arguments = struct.unpack("=QIIiIQ6Q", asked)
         call = _Call(pid, self._names[number], arguments)
         value, error, flags = 0, 0, _CONTINUE
-        with contextlib.suppress(OSError, ValueError):  # the process may be gone meanwhile
+        with contextlib.suppress(OSError, ValueError):  # the process may have exited
             value, error, flags = self._verdict(call)
         with contextlib.suppress(OSError):
             fcntl.ioctl(kernel, _SEND, struct.pack("=QqiI", identity, value, -error, flags))
 
     def _verdict(self, call):
-        """Return a value, an error number and flags."""
+        """Return the value, the error number and the flags."""
         go_on = 0, 0, _CONTINUE
         path = call.path()
         if not path.startswith(self._root + "/") or (call.kind == "mkdir" and os.path.isdir(path)):
@@ -239,7 +239,7 @@ class Watcher:
             return self._struck(call, fault.action)
         if self._is_full and call.kind in _NEEDS_SPACE:
             return 0, errno.ENOSPC, 0
-        return (0, 0, 0) if call.kind == "fsync" else go_on  # a disk costs time
+        return (0, 0, 0) if call.kind == "fsync" else go_on  # skipped to save time
 
     def _struck(self, call, action):
         if action == "error":
@@ -254,7 +254,7 @@ class Watcher:
 
 
 def place_of(relative):
-    """Return the class of a file: its path without what differs from run to run."""
+    """Return the class of a file: its path without the parts that differ from run to run."""
     return _CHANGING.sub("#", relative.removesuffix(" (deleted)"))
 
 
@@ -267,7 +267,7 @@ class _Call:
 
     @functools.cached_property
     def group(self):
-        """The process of the calling thread."""
+        """Return the process of the calling thread."""
         status = Path(f"/proc/{self.pid}/status").read_text("ascii", "replace")
         return int(status.partition("\nTgid:")[2].split()[0])
 
@@ -287,7 +287,7 @@ class _Call:
         return os.path.join(os.path.realpath(parent), name)
 
     def write_half(self):
-        """Do half of a write for the process, one byte at least; return the number of bytes."""
+        """Write half of the data for the process, at least one byte; return the number of bytes."""
         data = self._data()
         process = os.pidfd_open(self.group)
         try:
@@ -315,7 +315,7 @@ class _Call:
             return memory.read(size)
 
     def _text(self, at):
-        """Read up to a zero byte, page by page: what follows may not be there."""
+        """Read up to a zero byte, page by page, since later pages may not exist."""
         found = b""
         while b"\0" not in found:
             found += self._memory(at + len(found), 4096 - (at + len(found)) % 4096)
@@ -323,6 +323,6 @@ class _Call:
 
 
 def actions_of(kind):
-    """Return what can happen at a call of a kind, besides the end of its process."""
+    """Return the possible faults at a call of a kind, besides killing its process."""
     more = {"write": ["torn", "short"]}.get(kind, [])
     return [*more, *(["full"] if kind in _NEEDS_SPACE else []), "error"]

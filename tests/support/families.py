@@ -25,7 +25,7 @@ from importlib import metadata
 from pathlib import Path
 
 RECORD = Path(__file__).with_name("families.json")
-# Sizes that configurations call by these names; one that has others is made as it is, if small.
+# Sizes under the names that configurations use; a model with other names keeps its own, if small.
 _SIZES = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "model_dim"), 64),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2),
@@ -48,7 +48,7 @@ _SIZES = {
     **dict.fromkeys(("word_embed_proj_dim", "lru_width", "mamba_d_ssm"), 64),
     **dict.fromkeys(("mamba_n_heads", "attention_window_size"), 4),
     "linear_num_heads": 4,
-    "linear_head_dim": 64,  # fewer would not fill a 4-bit block
+    "linear_head_dim": 64,  # a 4-bit block needs as many
     "vocab_size": 320,
     "pad_token_id": 0,
     "bos_token_id": 1,
@@ -58,7 +58,7 @@ _SIZES = {
     "init_std": 0.1,
     "is_decoder": True,
 }
-# Far from the defaults, which would hide what is left out.
+# Far from the defaults, so that an ignored setting is noticed.
 _SETTINGS = {
     **dict.fromkeys(("logits_scaling", "embedding_multiplier"), 3.0),
     **dict.fromkeys(("logit_scale", "lm_head_multiplier", "residual_multiplier"), 0.3),
@@ -75,7 +75,7 @@ _MOST_PARAMETERS = 20_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a family does: how it trains, or why not; differences are relative, in f32."""
+    """The result for a family: how it trains, or why not; differences are relative, in float32."""
 
     model_type: str
     how: str
@@ -92,14 +92,14 @@ def model_types():
 
 
 def make_fitting(model_type, directory):
-    """Make a family, without the settings that are far from its defaults where they do not fit."""
+    """Make a family, with its default settings if the unusual ones do not fit."""
     with warnings.catch_warnings(), _silence():
         warnings.simplefilter("ignore")
         heads = dict.fromkeys(("num_key_value_heads", "num_kv_heads"), 4)
         for settings in ({}, heads, dict.fromkeys(_SETTINGS)):
             try:
                 return make_tiny(model_type, directory, **settings)
-            except Exception:  # any, of a family's own code
+            except Exception:  # any error of a family's code
                 continue
         return make_tiny(model_type, directory, **heads, **dict.fromkeys(_SETTINGS))
 
@@ -114,7 +114,7 @@ def make_tiny(model_type, directory, **settings):
 
     config_class = CONFIG_MAPPING[model_type]
     known = vars(config_class())
-    wanted = _SIZES | _SETTINGS | settings  # None leaves a family's own default
+    wanted = _SIZES | _SETTINGS | settings  # None keeps the family's default
     sizes = {name: size for name, size in wanted.items() if name in known and size is not None}
     config = config_class(**sizes)
     with torch.random.fork_rng():
@@ -126,10 +126,10 @@ def make_tiny(model_type, directory, **settings):
         model = AutoModelForCausalLM.from_config(config)
         with torch.no_grad():
             for parameter in model.parameters():
-                if parameter.dim() == 1:  # scales of norms and biases, which would hide a mistake
+                if parameter.dim() == 1:  # scales of norms and biases, so that an error is noticed
                     parameter.add_(0.1 * torch.randn_like(parameter))
         ids = torch.arange(3, 40)[None]
-        model.eval()(input_ids=ids, labels=ids, use_cache=False)  # what was made, can run
+        model.eval()(input_ids=ids, labels=ids, use_cache=False)  # it was built, so it can run
         model.save_pretrained(directory)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         source = _tokenizer() / name
@@ -148,10 +148,10 @@ def _tokenizer():
 
 
 def outcome(model_type, directory, *overrides):
-    """Train a family for one step, and follow what a refusal advises."""
+    """Train a family for one step, following the remedy of a refusal."""
     try:
         made = make_fitting(model_type, directory / "model")
-    except Exception as error:  # any, of a family's own code
+    except Exception as error:  # any error of a family's code
         first = (str(error) or type(error).__name__).splitlines()[0][:100]
         return Outcome(model_type=model_type, how="not made", reason=first)
     changes, how = [], "packed"
@@ -229,7 +229,7 @@ def _rows(directory):
 
 
 def _refusal(text):
-    """Return the message of a refusal: its first line, what was found and what to do."""
+    """Return the message of a refusal: its first line, the value found and the remedy."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     kept, on = [], False
     for line in lines:
@@ -263,13 +263,13 @@ def entry(found):
 
 
 def _bound(difference):
-    """Return the next power of ten, which is alike on every machine."""
+    """Return the next power of ten, which is the same on every machine."""
     power = math.ceil(math.log10(max(difference, 1e-6)))
     return f"≤ 1e{power}"
 
 
 def _plain(reason):
-    """Leave out what differs from run to run, and what a table cannot hold."""
+    """Remove what differs from run to run, and what a table cannot contain."""
     place = re.sub(r"/\S+/model[:/ ]*", "", reason)
     return place.split("; report this")[0].replace("|", "/")
 

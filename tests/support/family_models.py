@@ -1,4 +1,4 @@
-"""A small random model of every family: its weights, its run, its graph and documents for it."""
+"""A small random model of every family, with its run configuration, graph and documents."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import functools
 import live_adapters
 import pytest
 
-LENGTHS = (11, 6, 40, 1, 19)  # longer than every window, and than the 32 tokens of a bucket
+LENGTHS = (11, 6, 40, 1, 19)  # longer than every window, and than a bucket of 32 tokens
 
-# Far from the defaults wherever a default would hide what is left out: windows shorter than a
-# document, heads wider than their share, caps that bite, a scale that is not the width's.
+# Far from the defaults, so that an ignored setting is noticed: windows shorter than a document,
+# wider heads, caps that take effect, a scale that does not follow from the width.
 _FAMILY_CONFIGS = {
     "llama": {},
     "gpt2": {"num_key_value_heads": 4},
@@ -37,7 +37,7 @@ _FAMILY_EXTRAS = {
 
 @pytest.fixture(scope="session")
 def family_base(tmp_path_factory):
-    """Save a small random model of a family, weights far apart, as a user's own directory."""
+    """Save a small random model of a family with widely spread weights, as a user's directory."""
     from mens_exp.config.model import HfModel, ModelFamily, RandomModel
     from mens_exp.layout import model_cache
     from mens_exp.model import sources
@@ -69,7 +69,7 @@ def family_base(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def family_config(tiny_config, family_base):
-    """Compose a run in f32 on a family's directory, an adapter on every linear layer."""
+    """Compose a float32 run on a family's directory with an adapter on every linear layer."""
     from mens_exp.config.model import HfModel
 
     def composed(name):
@@ -82,7 +82,7 @@ def family_config(tiny_config, family_base):
 
 @pytest.fixture(scope="session")
 def family_backend(family_base, family_config):
-    """Build the QLoRA graph of a family; `live` fills B, alike on each device."""
+    """Build the QLoRA graph of a family; `live` fills B with the same values on each device."""
     import torch
 
     from mens_exp.backends.qlora import QloraBackend
@@ -96,13 +96,13 @@ def family_backend(family_base, family_config):
 
 @pytest.fixture
 def family_documents(random_documents):
-    """Five documents, every token of them predicted."""
+    """Return five documents in which every token is supervised."""
     return random_documents(LENGTHS, [length - 1 for length in LENGTHS])
 
 
 @pytest.fixture
 def packed_documents(family_documents):
-    """The five documents in one row."""
+    """Return the five documents in one row."""
     from mens_exp.data.batch import packed_batch
 
     return packed_batch(family_documents, [list(range(len(LENGTHS)))], index=0)
@@ -110,7 +110,7 @@ def packed_documents(family_documents):
 
 @pytest.fixture
 def padded_documents(family_documents):
-    """The five documents in a row each."""
+    """Return the five documents in a row each."""
     from mens_exp.data.batch import padded_batch
 
     return padded_batch(family_documents, [[i] for i in range(len(LENGTHS))], index=0, pad_id=0)

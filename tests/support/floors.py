@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build" / "floors"
-# A subset that trains, resumes, scores, compares, merges and exports on tiny models.
+# Tests that train, resume, score, compare, merge and export tiny models.
 TESTS = (
     "tests/artifacts",
     "tests/backends/test_qlora.py",
@@ -39,17 +39,17 @@ TESTS = (
 )
 RUNNER = (
     *("pytest", "pytest-randomly", "pytest-timeout", "pytest-xdist", "hypothesis", "jsonschema"),
-    "pyparsing<3.3",  # which deprecates what the oldest matplotlib calls
+    "pyparsing<3.3",  # which deprecates functions that the oldest matplotlib calls
 )
 
 
 def main() -> int:
-    """Test the named environments, and return how many of them have a test that failed."""
+    """Test the named environments; return the number with a failed test."""
     return sum(not passes(name) for name in sys.argv[1:] or ["oldest", "3.12", "3.13"])
 
 
 def passes(name: str) -> bool:
-    """Make one environment, and run the tests in it; one without its Python passes."""
+    """Create an environment and run the tests in it; without its Python it counts as passed."""
     python = interpreter("3.11" if name == "oldest" else name)
     if python is None:
         print(f"{name}: not tested, because there is no Python {name} here", flush=True)
@@ -62,7 +62,7 @@ def passes(name: str) -> bool:
     if name == "oldest":
         install(own, "-r", lowest(own))
         install(own, *RUNNER)
-        install(own, "-c", ROOT / "constraints.txt", "--no-deps", "trl")  # its templates are read
+        install(own, "-c", ROOT / "constraints.txt", "--no-deps", "trl")  # for its templates
         install(own, "--no-deps", "--editable", ROOT)
     else:
         install(own, "-c", ROOT / "constraints.txt", "--editable", f"{ROOT}[dev,gguf]")
@@ -84,7 +84,7 @@ def interpreter(version: str) -> str | None:
 
 
 def lowest(python: Path) -> Path:
-    """Return a file of the lowest direct requirements that go together, without torch."""
+    """Return a requirements file of the lowest compatible direct requirements, without torch."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     wanted, pinned = BUILD / "wanted.txt", BUILD / "lowest.txt"
     torch = re.search(r"^torch==.*$", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE)
@@ -107,7 +107,7 @@ def install(python: Path, *words: object) -> None:
 
 
 def versions(python: Path) -> str:
-    """Return the versions of the direct requirements, and that of Python, in one line."""
+    """Return the versions of Python and of the direct requirements in one line."""
     code = (
         "import platform, re; from importlib import metadata as m;"
         "names = [re.match(r'[\\w.-]+', one)[0] for one in m.requires('mens-exp')"

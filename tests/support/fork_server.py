@@ -48,13 +48,13 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-# Variables whose values are frozen by an import: two commands that differ in them share no server.
+# Variables that are read during an import: commands that differ in them need separate servers.
 READ_AT_IMPORT = ("ATEN_", "BNB_", "DATASETS_", "HF_", "HUGGING", "MALLOC_", "MKL_", "NUMEXPR_")
 READ_AT_IMPORT += ("ONEDNN_", "OPENBLAS_", "PYTHONHASHSEED", "PYTORCH_", "TORCH_", "TRANSFORMERS_")
-SITE = "MENS_EXP_TEST_SITE"  # a directory that a server finds installed packages in
+SITE = "MENS_EXP_TEST_SITE"  # a directory where a server finds installed packages
 READ_AT_IMPORT += (SITE,)
 SET_BY_FORKS = ("MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-SET_BY_FORKS += ("PYTORCH_NVML_BASED_CUDA_CHECK",)  # Lightning sets it while it is imported
+SET_BY_FORKS += ("PYTORCH_NVML_BASED_CUDA_CHECK",)  # Lightning sets it during its import
 DEFAULTS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}  # as the command line sets it
 EXTERNAL = (
     "accelerate.utils",
@@ -78,10 +78,10 @@ EXTERNAL = (
     "wandb.apis.public",
     "wandb.sdk.wandb_run",
 )
-# Options that most tests choose, by composing which the server spares its forks the time.
+# Options that most tests use; the server composes them once, which saves its forks the time.
 USUAL = ["model=tiny_llama", "trainer=cpu", "logger=none", "suite=none", "schedule=constant"]
 USUAL += ["data=jsonl", "data.path=rows.jsonl"]
-_MESSAGE = 1 << 18  # bytes of a request, below the limit of a packet
+_MESSAGE = 1 << 18  # bytes per request, below the limit of a packet
 _PADDING = 1 << 13  # bytes that the server's own command line leaves for those of its forks
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER, linux/prctl.h
 _COLLAPSE = 25  # MADV_COLLAPSE, linux/mman.h
@@ -92,7 +92,7 @@ _PYTHON_IGNORES = {signal.SIGPIPE, signal.SIGXFSZ}
 
 
 class ForkServer:
-    """A server and the connection to it; it ends when the process that holds this has ended."""
+    """A server and the connection to it; it exits when the owning process exits."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class ForkServer:
         *,
         is_ready=False,
     ):
-        self.at = at  # name of the socket for stubs, which is no file
+        self.at = at  # name of the socket for stubs, not of a file
         self._connection = connection
         self._process = process
         self._lock = threading.Lock()
@@ -110,7 +110,7 @@ class ForkServer:
 
     @classmethod
     def start(cls, environment, log):
-        """Start a server with a true process start; it imports while this process goes on."""
+        """Start a server as a real process; it imports in the background."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         at = f"mens_exp_fork_{uuid.uuid4().hex}"
         code = "import fork_server; fork_server.main()"
@@ -121,7 +121,7 @@ class ForkServer:
                 stdout=output,
                 stderr=output,
                 pass_fds=[theirs.fileno()],
-                cwd="/",  # not the asking test's: its conf/ may be broken on purpose
+                cwd="/",  # not the test's own, whose conf/ may be broken on purpose
                 env={
                     **DEFAULTS,
                     **{k: v for k, v in environment.items() if not k.startswith("COVERAGE")},
@@ -140,7 +140,7 @@ class ForkServer:
         return cls(ours, at, process)
 
     def wait_until_ready(self):
-        """Wait for the end of the imports.
+        """Wait until the imports are done.
 
         Raises:
             RuntimeError: the server has ended; the message ends with the end of its log.
@@ -150,18 +150,18 @@ class ForkServer:
         self._is_ready = True
 
     def close(self):
-        """Let the server end."""
+        """Stop the server."""
         self._connection.close()
         if self._process is not None:
             self._process.wait()
 
     def fork(self, request, files):
-        """Start a process that is a child of this one.
+        """Fork a process that becomes a child of this one.
 
         Returns:
             Its process ID.
         """
-        global forked  # one count for the process
+        global forked  # one per process
         with self._lock:
             forked += 1
             self.wait_until_ready()
@@ -177,22 +177,22 @@ class ForkServer:
         return int(answer)
 
 
-forked = 0  # processes by this one
+forked = 0  # forked by this process
 _servers = {}
 _log = Path(os.devnull)
 _is_fork = False
-_temporary = []  # directories that libraries make while they are imported
+_temporary = []  # directories that libraries create during their import
 _before_each = ""
 
 
 def keep_log(path):
-    """Let the servers of this process write what goes wrong in them into a file."""
-    global _log  # one for the process, as the servers are
+    """Log errors of this process's servers to a file."""
+    global _log  # one per process, like the servers
     _log = path
 
 
 def execute_before_each(source):
-    """Let each process that this one forks, and those that they fork, execute this text first."""
+    """Execute this code first in each process that this one forks, and in their forks."""
     global _before_each  # as above
     _before_each = source
 
@@ -203,7 +203,7 @@ def _ended():
 
 
 def server_for(environment):
-    """Return the server of an environment; the first request for one starts it."""
+    """Return the server for an environment; the first request starts it."""
     key = _key(environment)
     if key not in _servers:
         _servers[key] = ForkServer.start(environment, _log)
@@ -211,14 +211,14 @@ def server_for(environment):
 
 
 def end_servers():
-    """End the servers of this process."""
+    """Stop the servers of this process."""
     for server in _servers.values():
         server.close()
     _servers.clear()
 
 
 def _source():
-    """Return where this process finds the package, which may be another checkout than installed."""
+    """Return the directory from which this process imports the package."""
     import mens_exp
 
     return str(Path(mens_exp.__file__).parents[1])
@@ -263,7 +263,7 @@ class Popen(subprocess.Popen):
         ends = bound["p2cread"], bound["c2pwrite"], bound["errwrite"]
         files = [number if end == -1 else end for number, end in enumerate(ends)]
         if _is_fork and _key(environment) not in _servers:
-            super()._execute_child(*args, **options)  # a true start costs less than a server
+            super()._execute_child(*args, **options)  # a real start is cheaper than a server
             return
         try:
             self.pid = server_for(environment).fork(request, files)
@@ -282,7 +282,7 @@ def run(
     text_input=None,
     **options,
 ):
-    """Run a command of this interpreter to its end, as `subprocess.run` does."""
+    """Run a command of this interpreter and wait, like `subprocess.run`."""
     if capture_output:
         options["stdout"] = options["stderr"] = subprocess.PIPE
     if text_input is not None:
@@ -346,11 +346,11 @@ def write_stubs(directory):
 
 
 def main():
-    """Import everything, then serve; each fork leaves the loop to run its command here."""
+    """Import everything, then serve requests; each fork leaves the loop to run its command."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     at = sys.argv[2]
     sys.path[:] = [place for place in sys.path if place not in ("", str(Path(__file__).parent))]
-    gc.disable()  # looking for garbage would take a sixth of the imports; forks switch it on
+    gc.disable()  # collections would take a sixth of the import time; forks enable them
     _import_everything()
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"{threads} threads after the imports: a fork would copy one of them"
@@ -358,7 +358,7 @@ def main():
     listener.bind("\0" + at)
     listener.listen()
     gc.collect()
-    # type() alone: isinstance() would ask each object for its class, which some compute
+    # type() only: isinstance() would read __class__, which some objects compute.
     _temporary[:] = [o for o in gc.get_objects() if type(o) is tempfile.TemporaryDirectory]
     gc.freeze()
     _use_huge_pages()
@@ -369,14 +369,14 @@ def main():
 
 
 def _use_huge_pages():
-    """Put what the imports left into pages of 2 MiB, which a fork copies four times as fast.
+    """Collapse the memory of the imports into 2 MiB pages, which fork four times as fast.
 
     A system that cannot (Linux before 6.1) says so, and all stays as it is.
     """
     madvise = ctypes.CDLL(None).madvise
     for line in Path("/proc/self/maps").read_text("ascii").splitlines():
         span, access, *_, name = line.split()
-        if "w" in access and name in ("0", "[heap]"):  # the inode, or a name: memory of no file
+        if "w" in access and name in ("0", "[heap]"):  # inode or name: anonymous memory
             begin, end = (int(number, 16) for number in span.split("-"))
             begin, end = -(-begin // _HUGE) * _HUGE, end // _HUGE * _HUGE
             if begin < end:
@@ -406,7 +406,7 @@ def _spare_the_forks():
     from mens_exp.planning.contract import contract_of
     from mens_exp.report import html
 
-    compose([[]])  # a composition is remembered, and so are the files of conf/
+    compose([[]])  # compositions and files of conf/ are cached
     (cell,) = check(USUAL).cells
     contract_of(cell.config).record()
     our_targets()
@@ -421,13 +421,13 @@ _Asked = tuple[dict[str, Any], list[int]]
 
 
 def _serve(connection, listener):
-    """Fork for each request, until the other end of the connection is closed.
+    """Fork for each request until the connection is closed.
 
     Returns:
         In a fork its request and its standard files; in the server None.
     """
     for number in _HANDLED:
-        signal.signal(number, signal.SIG_IGN)  # those sent to its group are not for a server
+        signal.signal(number, signal.SIG_IGN)  # signals to its group are not meant for a server
     sources = [connection] if listener is None else [connection, listener]
     while True:
         ready, _, _ = select.select(sources, [], [])
@@ -454,7 +454,7 @@ def _serve(connection, listener):
 
 
 def _fork_for_parent():
-    """Fork a process that this server's parent adopts; returns its ID, and None in it."""
+    """Fork a process that the server's parent adopts; return its ID, and None in the fork."""
     read, write = os.pipe()
     between = os.fork()
     if between == 0:
@@ -473,7 +473,7 @@ def _fork_for_parent():
 
 
 def _mind(asking, files):
-    """Fork a process and tell a stub how it ended; returns in that process alone."""
+    """Fork a process and report its exit to a stub; returns only in that process."""
     pid = os.fork()
     if pid == 0:
         return
@@ -482,7 +482,7 @@ def _mind(asking, files):
     asking.send(str(pid).encode())
     watch = os.pidfd_open(pid)
     if watch not in select.select([asking, watch], [], [])[0]:
-        os.kill(pid, signal.SIGKILL)  # the stub is gone
+        os.kill(pid, signal.SIGKILL)  # the stub has exited
     _, status = os.waitpid(pid, 0)
     with contextlib.suppress(BrokenPipeError):
         asking.send(str(os.waitstatus_to_exitcode(status)).encode())
@@ -490,7 +490,7 @@ def _mind(asking, files):
 
 
 def _become(request, files):
-    """Make this fork the process that was asked for, run its command, and end.
+    """Turn this fork into the requested process, run its command, and exit.
 
     Returns:
         What `_serve` returned, in the server of this process's own.
@@ -504,7 +504,7 @@ def _become(request, files):
         _close_files_but(kept)
         _name("fork_server of", request["arguments"])
         asked = _serve(socket.socket(fileno=kept), None)
-        return asked or os._exit(0)  # freeing what it shares would copy all of it
+        return asked or os._exit(0)  # freeing shared memory would copy it
     theirs.close()
     for number, file in enumerate(files):
         os.dup2(file, number)
@@ -532,7 +532,7 @@ def _close_files_but(kept):
 
 
 def _reset(request):
-    """Put the state that a fork shares with its parent to what it is after a start."""
+    """Reset state that a fork shares with its parent to that of a new process."""
     for number in _HANDLED:
         is_ignored = number in request["ignored"]
         signal.signal(number, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
@@ -544,7 +544,7 @@ def _reset(request):
     _open_standard_streams()
     tempfile.tempdir = None
     for finalizer in weakref.finalize._registry.values():
-        finalizer.atexit = False  # the server's, not to be run at the end of each fork
+        finalizer.atexit = False  # the server's exit handlers, which must not run in each fork
     for directory in _temporary:
         directory.__init__()
     time.tzset()
@@ -555,7 +555,7 @@ def _reset(request):
 
     from mens_exp.artifacts import host
 
-    np.random.seed()  # the global state, which a start takes from the system
+    np.random.seed()  # the global generators, which a new process seeds from the system
     torch.seed()
     host.Popen = Popen
     threads = request["environment"].get("OMP_NUM_THREADS", "")
@@ -564,7 +564,7 @@ def _reset(request):
 
 
 def _open_standard_streams():
-    """Open them as Python does; the old ones stay open, since handlers of logs have them."""
+    """Open standard streams as Python does; the old ones stay open for log handlers."""
     is_buffered = not os.environ.get("PYTHONUNBUFFERED")
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         old = getattr(sys, name)
@@ -582,12 +582,12 @@ def _open_standard_streams():
         setattr(sys, name, new)
         setattr(sys, f"__{name}__", new)
     wraps = sys.modules.get("wandb.sdk.lib.console_capture")
-    if wraps is not None:  # wraps the streams that are there when it is imported
+    if wraps is not None:  # wraps the streams that exist at its import
         importlib.reload(wraps)
 
 
 def _name(first, arguments):
-    """Show a command in the process table: some code knows processes by it."""
+    """Show a command in the process table, since some code finds processes by name."""
     fields = Path("/proc/self/stat").read_text("utf-8").rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, proc(5)
     text = b"\0".join(word.encode() for word in [first, *arguments])[: end - start - 1]
@@ -595,7 +595,7 @@ def _name(first, arguments):
 
 
 def _code_of(arguments):
-    """Run a command; return the exit code that Python gives for how it ended."""
+    """Run a command; return Python's exit code for how it ended."""
     try:
         _execute(arguments)
     except SystemExit as end:
@@ -613,7 +613,7 @@ def _code_of(arguments):
 
 
 def _end(code):
-    """End as Python does, but leave the memory to the system: freeing it would copy all of it."""
+    """Exit as Python does, but without freeing memory, which would copy it."""
     threading._shutdown()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

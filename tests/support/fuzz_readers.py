@@ -1,4 +1,4 @@
-"""Readers of files from elsewhere, what feeds each of them, and what they may answer.
+"""Readers of external files, their valid inputs, and the answers they may give.
 
 A reader is given a file in a folder of its own. It may refuse it by one of our errors, or read it;
 anything else is a fault. Where another program can read the same format, what was read is compared
@@ -94,8 +94,8 @@ def _strings_in(value: Any) -> Iterator[str]:
 
 
 def _same_rows(path: Path, found: Any) -> None:
-    """Hold rows against the standard library's own reading of their lines."""
-    texts = path.read_bytes().decode("utf-8-sig").split("\n")  # a carriage return ends no line
+    """Compare rows with the standard library's reading of their lines."""
+    texts = path.read_bytes().decode("utf-8-sig").split("\n")  # "\r" does not end a line
     lines = [json.loads(text) for text in texts if text.strip()]
     assert len(found.pairs) + len(found.bad) == len(lines), "rows were lost or made up"
     told = "\n".join(text for line in lines for text in _strings_in(line))
@@ -105,7 +105,7 @@ def _same_rows(path: Path, found: Any) -> None:
 
 
 def _same_cells(path: Path, found: Any) -> None:
-    """Hold rows against the standard library's own reading of their cells."""
+    """Compare rows with the standard library's reading of their cells."""
     with path.open(encoding="utf-8-sig", newline="\n") as file:
         try:
             lines = [cells for cells in csv.reader(file, strict=True) if cells]
@@ -159,7 +159,7 @@ def _read_v3(path: Path) -> Any:
 
 
 def _same_tensors(path: Path, found: Any) -> None:
-    """Read the file as its format is documented, with nothing but struct and numpy."""
+    """Read the file by the format's documentation, with only struct and numpy."""
     data = path.with_name("adapter.safetensors").read_bytes()
     (size,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + size])
@@ -261,7 +261,7 @@ def _record(place: str) -> Callable[[Path], Any]:
 
 
 def _same_record(path: Path, found: Any) -> None:
-    """Hold a record's numbers and texts against the standard library's reading of the JSON."""
+    """Compare a record's numbers and texts with the standard library's JSON reader."""
     value = json.loads(path.read_text("utf-8"))
     for name, stored in value.items():
         read = getattr(found, name, stored)
@@ -360,7 +360,7 @@ def _model(run: Path, directory: Path) -> None:
 
 
 def _read_codes(path: Path) -> Any:
-    """Read the codes of a published file as those of a model; its metadata say how it is made."""
+    """Read a published file as a model's codes; its metadata say how it was made."""
     import torch
 
     from mens_exp.layout.checkpoint_files import data_start, read_header
@@ -392,7 +392,7 @@ def _whole_and_finite(_: Path, found: Any) -> None:
 
 
 def _published(_: Path) -> list[bytes]:
-    """Return the published layers, each as the layer `q_proj` of a model."""
+    """Return the published layers, each as `q_proj` of a model."""
     from safetensors import safe_open
     from safetensors.torch import save
 
@@ -594,13 +594,13 @@ READERS: dict[str, Reader] = {
 
 
 def inputs_of(name: str, run: Path) -> list[bytes]:
-    """Return what a reader's fuzzing starts from: valid inputs, and the committed corpus."""
+    """Return the initial inputs of a reader: its valid inputs and the committed corpus."""
     kept = sorted((CORPORA / name).glob("*")) if (CORPORA / name).is_dir() else []
     return [*READERS[name].seeds(run), *(path.read_bytes() for path in kept)]
 
 
 def words_of(seeds: list[bytes]) -> list[bytes]:
-    """Return the words of valid inputs, and values that readers stumble over."""
+    """Return words from valid inputs, and values that often break readers."""
     found = {word for seed in seeds for word in re.findall(rb"[\w.]{2,40}", seed[:20_000])}
     return sorted(found)[:400] + ODD
 

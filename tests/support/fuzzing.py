@@ -42,9 +42,9 @@ from fuzz_readers import CORPORA, READERS, inputs_of, words_of
 
 HANG_S = 20
 MOST_BYTES = 2**30
-LONGEST = 200_000  # bytes of an input that is bred
+LONGEST = 200_000  # bytes per bred input
 SCRIPT = Path(__file__)
-MEMORY = Path("/dev/shm")  # a disk makes most readers wait ten times as long as they read
+MEMORY = Path("/dev/shm")  # on a disk most readers wait ten times as long as they read
 VALUES = [None, True, False, 0, -1, 1, 2**31, 2**63, 10**30, -(10**400), 0.5, -0.0, 1e308, 5e-324]
 VALUES += ["", "a", "\x00", "\ud800", "../..", "/", "~", "0" * 64, "ä" * 9_000, "${a}", "(a+)+$"]
 VALUES += [float("nan"), float("inf"), [], {}, [[]], [None], {"": None}, [{}] * 50, ["a", 1]]
@@ -57,14 +57,14 @@ _TRAIN = [
 
 
 def mutated(draw: random.Random, seeds: list[bytes], words: list[bytes]) -> bytes:
-    """Return a changed valid input; of two in JSON or YAML one stays JSON or YAML."""
+    """Return a mutated valid input; half of the JSON and YAML mutations stay well-formed."""
     seed = draw.choice(seeds)
     whole = restructured(draw, seed) if draw.random() < 0.5 else None
     return (whole or _damaged(draw, seed, seeds, words))[: max(LONGEST, 2 * len(seed))]
 
 
 def _damaged(draw: random.Random, seed: bytes, seeds: list[bytes], words: list[bytes]) -> bytes:
-    """Return a valid input with one to six changes of its bytes."""
+    """Return a valid input with one to six changes of bytes."""
     data = bytearray(seed)
     for _ in range(draw.randint(1, 6)):
         place, length = draw.randrange(len(data) + 1), draw.choice((1, 1, 2, 4, 8, 32))
@@ -91,7 +91,7 @@ def _damaged(draw: random.Random, seed: bytes, seeds: list[bytes], words: list[b
 
 
 def restructured(draw: random.Random, seed: bytes) -> bytes | None:
-    """Return JSON, JSON Lines or YAML with one to three other values; None for other files."""
+    """Return JSON, JSON Lines or YAML with one to three changed values; None for other formats."""
     whole, lines = _read(seed)
     if not lines:
         return None
@@ -102,7 +102,7 @@ def restructured(draw: random.Random, seed: bytes) -> bytes | None:
     if whole == "YAML":
         try:
             return yaml.dump(value, Dumper=_DUMPER, allow_unicode=True).encode()
-        except UnicodeEncodeError:  # half a surrogate pair; JSON is YAML too
+        except UnicodeEncodeError:  # a lone surrogate; JSON is valid YAML
             pass
     text = json.dumps(value).encode("utf-8", "surrogatepass")
     if whole == "JSON":
@@ -118,7 +118,7 @@ _DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 @functools.cache
 def _read(seed: bytes) -> tuple[str, list[bytes]]:
-    """Return the format of a valid input, and its values, pickled; none for other formats."""
+    """Return the format of a valid input and its pickled values; none for other formats."""
     for name, texts, read in (
         ("JSON", [seed], json.loads),
         ("JSON Lines", seed.splitlines(), json.loads),
@@ -135,7 +135,7 @@ def _read(seed: bytes) -> tuple[str, list[bytes]]:
 
 
 def _change(draw: random.Random, value: dict | list) -> None:
-    """Change one value at any depth, in place."""
+    """Change one value in place, at any depth."""
     keys = list(value) if isinstance(value, dict) else list(range(len(value)))
     if not keys:
         return
@@ -154,7 +154,7 @@ def _change(draw: random.Random, value: dict | list) -> None:
 
 
 def fault_in(name: str, directory: Path) -> tuple[bool, str | None]:
-    """Read the input that lies in a folder.
+    """Read the input in a directory.
 
     Returns:
         Whether it was accepted, and the fault; None where there is none.
@@ -167,12 +167,12 @@ def fault_in(name: str, directory: Path) -> tuple[bool, str | None]:
         found = reader.read(path)
     except MensError:
         return False, None
-    except BaseException as error:  # whatever it is, a user would see it
+    except BaseException as error:  # any exception would reach the user
         return False, _where(error)
     if reader.check is not None:
         try:
             reader.check(path, found)
-        except Exception as error:  # the other program refuses what we accept
+        except Exception as error:  # the other program refuses what ours accepts
             return True, f"read otherwise: {_where(error)}"
     return True, None
 
@@ -184,7 +184,7 @@ def _where(error: BaseException) -> str:
 
 
 class Worker:
-    """A process that reads inputs until its time or count is over.
+    """A process that reads inputs until its time or count is used up.
 
     It has the current input in a file and its count in shared memory, so that whoever started it
     sees an input that hangs, and has the input that ended it.
@@ -211,19 +211,19 @@ class Worker:
                 [*map(str, command), "--root", str(root)],
                 stdout=subprocess.DEVNULL,
                 stderr=said,
-                env={**os.environ, "RUST_BACKTRACE": "0"},  # of panics that are our refusals
+                env={**os.environ, "RUST_BACKTRACE": "0"},  # about panics that become our refusals
             )
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """Inputs begun, accepted, and faults."""
+        """The numbers of inputs begun, accepted, and faulty."""
         return struct.unpack("<QQQ", self._shared[:24])
 
     def clock(self) -> float:
-        """Return seconds of the clock, less those in which it waited for a processor."""
+        """Elapsed seconds without the time spent waiting for a processor."""
         try:
             waited = Path(f"/proc/{self.process.pid}/schedstat").read_text("ascii").split()[1]
-        except OSError:  # a kernel that does not count them
+        except OSError:  # a kernel without this count
             waited = "0"
         return time.monotonic() - int(waited) / 1e9
 
@@ -236,11 +236,11 @@ class Worker:
 
 
 def work(name: str, run: Path, seed: int, root: Path) -> None:
-    """Read mutations for ever; what starts this stops it."""
+    """Read mutations forever, until the parent stops this process."""
     reader, directory = READERS[name], root / "input"
     seeds = inputs_of(name, run)
     words = words_of(seeds)
-    for data in seeds:  # imports are made before memory is limited
+    for data in seeds:  # imports come before the memory limit
         laid_out(name, run, directory, data)
         fault_in(name, directory)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -262,7 +262,7 @@ def work(name: str, run: Path, seed: int, root: Path) -> None:
 
 
 def laid_out(name: str, run: Path, directory: Path, data: bytes) -> None:
-    """Write an input, and what has to lie next to it, into an empty folder."""
+    """Write an input and its companion files into an empty directory."""
     reader = READERS[name]
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
@@ -277,13 +277,13 @@ def _keep(root: Path, fault: str, data: bytes) -> None:
     if (place / "fault").exists() and len(data) >= (place / "input").stat().st_size:
         return
     place.mkdir(parents=True, exist_ok=True)
-    for name, content in (("input", data), ("fault", fault.encode())):  # the fault last: it counts
-        (place / f".{name}").write_bytes(content)  # whoever ends this process sees it whole
+    for name, content in (("input", data), ("fault", fault.encode())):  # last, as it is what counts
+        (place / f".{name}").write_bytes(content)  # an observer sees it complete
         (place / f".{name}").replace(place / name)
 
 
 def fuzzed(name: str, run: Path, *, seconds: float, inputs: int, seed: int, root: Path) -> dict:
-    """Feed one reader, and return what came of it.
+    """Fuzz one reader and return the results.
 
     Args:
         name: of the reader.
@@ -323,7 +323,7 @@ def fuzzed(name: str, run: Path, *, seconds: float, inputs: int, seed: int, root
 
 
 def guided(name: str, run: Path, *, seconds: float, root: Path) -> dict:
-    """Let atheris breed inputs; its finds go to the committed corpus when they are small."""
+    """Let atheris breed inputs; small ones are added to the committed corpus."""
     seeds = root / "seeds"
     seeds.mkdir(parents=True, exist_ok=True)
     for number, data in enumerate(inputs_of(name, run)):
@@ -367,12 +367,12 @@ def guided(name: str, run: Path, *, seconds: float, root: Path) -> dict:
 
 
 def executed(text: str) -> int:
-    """Return how many inputs libFuzzer ran, by its log."""
+    """Return the number of inputs libFuzzer ran, from its log."""
     return max(map(int, re.findall(r"^#(\d+)\b", text, re.MULTILINE)), default=0)
 
 
 def breed(name: str, run: Path, seconds: int, root: Path) -> None:
-    """Run libFuzzer in this process; it ends the process itself."""
+    """Run libFuzzer in this process, which it ends itself."""
     import atheris
 
     directory = root / "input"
@@ -395,7 +395,7 @@ def breed(name: str, run: Path, seconds: int, root: Path) -> None:
 
 
 def kept_corpus(name: str, root: Path, most: int = 24) -> None:
-    """Add the smallest of the bred inputs, each of which reached new code, to the corpora."""
+    """Add the smallest bred inputs that reached new code to the corpora."""
     place = CORPORA / name
     small = sorted((root / "bred").glob("*"), key=lambda path: path.stat().st_size)
     for path in [one for one in small if one.stat().st_size <= 2_000][:most]:
@@ -404,7 +404,7 @@ def kept_corpus(name: str, root: Path, most: int = 24) -> None:
 
 
 def finished_run(root: Path) -> Path:
-    """Train a tiny run to take valid files from."""
+    """Train a tiny run as a source of valid files."""
     run = root / "run"
     command = [sys.executable, "-m", "mens_exp", *_TRAIN, f"hydra.run.dir={run}"]
     subprocess.run(command, check=True, cwd=root, capture_output=True)
@@ -437,7 +437,7 @@ def _asked() -> argparse.Namespace:
 def _one(asked: argparse.Namespace, name: str, run: Path, place: Path, earlier: dict) -> dict:
     seconds = 60 * asked.minutes
     if not asked.guided:
-        seed = asked.seed + earlier["inputs"]  # another run adds other inputs
+        seed = asked.seed + earlier["inputs"]  # another run adds its own inputs
         left = asked.inputs - earlier["inputs"]
         return fuzzed(name, run, seconds=seconds, inputs=left, seed=seed, root=place)
     found = guided(name, run, seconds=seconds, root=place)
@@ -447,7 +447,7 @@ def _one(asked: argparse.Namespace, name: str, run: Path, place: Path, earlier: 
 
 
 def main() -> int:
-    """Read the command line and fuzz; 1 where there was a fault."""
+    """Parse the command line and fuzz; return 1 if there was a fault."""
     asked = _asked()
     if asked.worker:
         work(asked.worker, asked.run, asked.seed, asked.root)
@@ -473,7 +473,7 @@ def main() -> int:
 
 
 def _stored(path: Path | None, name: str, code: str) -> dict:
-    """Return a reader's results so far over the same code; over other code it begins anew."""
+    """Return a reader's results so far for the same code; for other code start anew."""
     stored = json.loads(path.read_text("utf-8")) if path and path.exists() else {"readers": {}}
     earlier = stored["readers"].get(name, {})
     if earlier.get("code") != code:
@@ -482,7 +482,7 @@ def _stored(path: Path | None, name: str, code: str) -> dict:
 
 
 def _add(path: Path, name: str, earlier: dict, one: dict) -> None:
-    """Add a reader's results to its earlier ones."""
+    """Add a reader's results to the earlier ones."""
     stored = json.loads(path.read_text("utf-8")) if path.exists() else {"readers": {}}
     stored["machine"] = _machine()
     earlier["guided" if one["accepted"] is None else "inputs"] += one["inputs"]
@@ -494,7 +494,7 @@ def _add(path: Path, name: str, earlier: dict, one: dict) -> None:
 
 
 def code_of(name: str, run: Path, directory: Path) -> str:
-    """Return the digest of our files whose functions run when a reader reads its valid inputs.
+    """Return the digest of our files that are executed when a reader reads its valid inputs.
 
     They are read twice, in a process of their own: what runs once, imports and what is cached, is
     not seen.

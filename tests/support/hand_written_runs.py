@@ -1,4 +1,4 @@
-"""Two cycles of three seeds, and the commands of a user who compares and promotes them.
+"""Two cycles of three seeds, and a user's commands that compare and promote them.
 
 burn does every task, qlora one or two of four. Every answer, every line and every figure is written
 by hand, without the product's code.
@@ -19,7 +19,7 @@ ITEMS = range(4)
 
 
 def sha256(value):
-    """Hash a JSON value in its one form."""
+    """Return the digest of a JSON value in its canonical form."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -29,7 +29,7 @@ def signature(item):
 
 
 def asked(item):
-    """Return what suite=humaneval asks."""
+    """Return the prompt of suite=humaneval."""
     how = "Complete this Python function. Answer with the code of the whole function only."
     return f"{how}\n\n```python\n{signature(item).rstrip()}\n```"
 
@@ -45,7 +45,7 @@ def task(item):
 
 
 def suite_digest():
-    """Return the digest of suites: tasks, how they are asked, the limit."""
+    """Return the digest of a suite: tasks, prompts and limit."""
     tasks = [
         [
             {
@@ -68,13 +68,13 @@ SUITE = suite_digest()
 
 
 def answer(item, *, is_right):
-    """Write five statements: as rich as an answer gets, laid out as formatters do it."""
+    """Return an answer of five statements: the highest richness, in canonical layout."""
     given = item if is_right else -99
     return f"def f{item}(a):\n    b = a\n    b += {given}\n    c = b\n    d = c\n    return d\n"
 
 
 def line(item, condition, *, is_right):
-    """Return an answer's line, all of it by hand."""
+    """Return the event line of an answer, written by hand."""
     why = dict.fromkeys(("tokens_in", "latency_ms"), "nobody counted")
     if not is_right:
         why |= dict.fromkeys(("repair_depth", "time_to_first_valid_ms"), "no attempt is valid")
@@ -105,7 +105,7 @@ def does(backend, seed, item):
 
 
 def figures(lines):
-    """Sum up one condition's lines by hand: four items, asked once each."""
+    """Return the metrics of one condition by hand: four items, one sample each."""
     shares = {
         "task_success": "task_success",
         "semantic_task_success": "semantic_task_success",
@@ -121,7 +121,7 @@ def figures(lines):
 
 
 class Run:
-    """A run's directory, read and written again with new hashes, as a forger would."""
+    """A run's directory that is edited with new digests, as a forger would."""
 
     def __init__(self, path):
         self.path = path
@@ -135,27 +135,27 @@ class Run:
         self.events.write_text("".join(json.dumps(one) + "\n" for one in lines), "utf-8")
 
     def score(self, **changes):
-        """Change the scorecard; `conditions` are merged into the tuned model's."""
+        """Edit the scorecard; `conditions` are merged into the tuned model's."""
         told = json.loads(self.card.read_text("utf-8"))
         told["conditions"]["tuned"] |= changes.pop("tuned", {})
         self.card.write_text(json.dumps({**told, **changes}), "utf-8")
 
     def sum_up(self):
-        """Write the figures of the lines that are there now."""
+        """Write the metrics of the current lines."""
         sides = {name: [] for name in ("base", "tuned")}
         for one in self.lines():
             sides[one["condition"]].append(one)
         self.score(conditions={name: figures(some) for name, some in sides.items()})
 
     def rehash(self):
-        """Let the manifest have the hashes of what lies there."""
+        """Update the digests in the manifest."""
         told = json.loads(self.manifest.read_text("utf-8"))
         for file in (self.events, self.card, self.path / "config.yaml"):
             told["outputs"][file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
         self.manifest.write_text(json.dumps(told), "utf-8")
 
     def edit(self, item, **changes):
-        """Change the tuned model's line of one item."""
+        """Edit the tuned model's line of one item."""
         key = (f"t{item}", "tuned")
         lines = self.lines()
         assert any((one["item_id"], one["condition"]) == key for one in lines)
@@ -164,7 +164,7 @@ class Run:
         )
 
     def forge(self, item, *, is_right):
-        """Replace an item's answer by another, with all that follows from it, and the hashes."""
+        """Replace an item's answer, with everything derived from it and the digests."""
         self.edit(item, **line(item, "tuned", is_right=is_right))
         self.sum_up()
         self.rehash()
@@ -179,7 +179,7 @@ def run_of(study, backend, seed):
 
 
 def write_honest(root, study_at, name):
-    """Write a cycle's runs: the study's own files, then answers and figures by hand."""
+    """Write a cycle's runs: the study's own files, then answers and metrics by hand."""
     told = {"arms": (("backend=qlora",), ("backend=burn",)), "seeds": SEEDS[name]}
     study_at(root / name, suite=SUITE, started=STARTED, **told)
     for backend in ("qlora", "burn"):
@@ -209,17 +209,17 @@ def write_cycles(root, study_at):
 
 
 def forge(lab):
-    """Let qlora fail at one more task, in every part of the record."""
+    """Let qlora fail at one more task in every part of the record."""
     run = lab.run("qlora", 2)
     run.forge(0, is_right=False)
     return run
 
 
 class Lab:
-    """Copies of the runs, a ledger with both cycles open, and the commands of a user."""
+    """Copies of the runs, a ledger with both cycles open, and a user's commands."""
 
     def __init__(self, honest, root, typed, frozen):
-        """Copy the runs, so that they may be edited, and open both cycles."""
+        """Copy the runs for editing, and open both cycles."""
         self.root, self.typed, self.tasks = root, typed, honest / "tasks.jsonl"
         self.ledger = root / "decisions.jsonl"
         self.runs = {name: shutil.copytree(honest / name, root / "runs" / name) for name in SEEDS}
@@ -238,7 +238,7 @@ class Lab:
             self.write("cycle", cycle)
 
     def write(self, kind, body, version=2):
-        """Add a line to the ledger as its version 2 had them."""
+        """Append a line to the ledger in the format of version 2."""
         lines = self.ledger.read_text("utf-8").splitlines() if self.ledger.exists() else []
         entry = {
             "format": "mens_exp_decisions",
@@ -265,14 +265,14 @@ class Lab:
         return self.root / "verdicts" / name
 
     def compare(self, name, *overrides, ledger=False, code=0, out=None):
-        """Compare a cycle's runs; return what was said, in one line."""
+        """Compare a cycle's runs; return the output in one line."""
         more = [f"ledger={self.ledger}"] if ledger else []
         path = overrides[0] if overrides else f"path={self.runs[name]}"
         told = [path, f"out={out or self.out(name)}", "logger=none", *overrides[1:], *more]
         return " ".join(self.typed("task=compare", *told, code=code).split())
 
     def promote(self, *paths, code=4):
-        """Ask for the promotion; return what was said, in one line."""
+        """Request the promotion; return the output in one line."""
         chosen = paths or [self.out(name) for name in SEEDS]
         path = f"path=[{','.join(map(str, chosen))}]"
         asked_for = ["task=promote", "policy=burn_production", "policy.parity=false"]
@@ -283,7 +283,7 @@ class Lab:
         return self.entries()[-1]["decision"]
 
     def denied(self):
-        """Return what the evidence of the last decision was refused for."""
+        """Return the reason for which the last decision refused the evidence."""
         rules = [rule for rule in self.decision()["rules"] if rule["rule"] == "evidence"]
         return "; ".join(str(r["observed"]) for r in rules if r["outcome"] != "passed")
 

@@ -1,10 +1,10 @@
-"""The line of one answer in events.jsonl, written by hand; a new field is added here alone."""
+"""The event line of one answer, written by hand; a new field must be added only here."""
 
 from __future__ import annotations
 
 
 def item_event(**changes):
-    """Return a valid answer at the first attempt, in a suite that executes nothing."""
+    """Return the event of a valid first answer in a suite that executes nothing."""
     return {
         "version": 3,
         "item_id": "a",

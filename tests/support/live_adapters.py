@@ -1,10 +1,10 @@
-"""Adapters that change their base, as trained ones do: a fresh adapter has B = 0."""
+"""Adapters that change their base as trained ones do; in a fresh adapter B = 0."""
 
 from __future__ import annotations
 
 
 def fill_b(backend, std=0.1):
-    """Draw every B on the CPU, so that it is the same on each device; returns the backend."""
+    """Fill every B with draws from the CPU, equal on each device; return the backend."""
     import torch
 
     generator = torch.Generator().manual_seed(0)

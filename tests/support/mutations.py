@@ -33,7 +33,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("layout", "quant", "objective", "evals", "artifacts", "planning")
-MOST_TESTS = 400  # of those that execute a line
+MOST_TESTS = 400  # per mutated line
 TIMEOUT_S = 300
 _GONE = "ERROR: not found: "
 _OPERATORS = {ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.FloorDiv: "*"}
@@ -48,8 +48,8 @@ _COMPARISONS = {
 _COMPARISONS |= {ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in"}
 
 
-def pytest_runtest_logstart(nodeid, location):  # pytest's signature
-    """Let coverage note which test executes a line."""
+def pytest_runtest_logstart(nodeid, location):  # signature of pytest's hook
+    """Tell coverage which test is running."""
     from coverage import Coverage
 
     current = Coverage.current()
@@ -110,7 +110,7 @@ CHANGES = {
 
 
 def changes(source):
-    """Yield ``(line, first column, last column, text)`` for each change that one line allows."""
+    """Yield ``(line, first column, last column, text)`` for each possible change of one line."""
     lines = [line.encode() for line in source.splitlines()]
 
     def text(node):
@@ -125,7 +125,7 @@ def changes(source):
 
 
 def draw(seed, count):
-    """Draw lines, all alike, and one change of each."""
+    """Draw lines with equal probability, and one change of each."""
     found = []
     for package in PACKAGES:
         for path in sorted((ROOT / "src/mens_exp" / package).rglob("*.py")):
@@ -145,7 +145,7 @@ def draw(seed, count):
 
 
 def executing(data, mutant):
-    """Return the tests that execute a mutant's line; for what an import executes, those beside."""
+    """Return the tests that execute a mutant's line; for import-time lines, its package's tests."""
     (name,) = [one for one in data.measured_files() if one.endswith("/" + mutant["file"])] or [""]
     names = data.contexts_by_lineno(name).get(mutant["line"], []) if name else []
     tests = sorted({one.partition(" (")[0] for one in names if "::" in one})
@@ -156,14 +156,14 @@ def executing(data, mutant):
 
 
 def is_in_function(mutant):
-    """Tell whether calls execute a mutant's line, and not an import alone."""
+    """Return whether a mutant's line is executed by calls and not only at import."""
     tree = ast.parse((ROOT / mutant["file"]).read_text("utf-8"))
     functions = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef)]
     return any(one.body[0].lineno <= mutant["line"] <= one.end_lineno for one in functions)
 
 
 def attempt(mutant, tests):
-    """Run tests on a changed line; return what came of it and the test that failed."""
+    """Run tests on a changed line; return the result and the failed test."""
     path = ROOT / mutant["file"]
     source = path.read_text("utf-8")
     lines = source.splitlines(keepends=True)
@@ -192,7 +192,7 @@ def attempt(mutant, tests):
             path.write_text(source, "utf-8")
     gone = {line.rpartition("/tests/")[2] for line in done.stderr.splitlines() if _GONE in line}
     left = [one for one in tests if one.partition("[")[0].removeprefix("tests/") not in gone]
-    if len(left) < len(tests):  # pytest runs nothing where one of them is no longer there
+    if len(left) < len(tests):  # pytest runs nothing if one of them no longer exists
         return attempt(mutant, left) if left else ("untried", "its tests are gone")
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     if done.returncode == pytest.ExitCode.OK:
@@ -203,7 +203,7 @@ def attempt(mutant, tests):
 
 
 def main():
-    """Draw mutants, or try them."""
+    """Draw mutants, or test them."""
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     drawing = commands.add_parser("draw")
@@ -225,7 +225,7 @@ def main():
     number, parts = map(int, given.share.split("/"))
     results = []
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # a change is taken back first
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # undo the change first
     for mutant in json.loads(given.mutants.read_text("utf-8"))[number::parts]:
         tests = executing(data, mutant)
         began = time.perf_counter()

@@ -24,23 +24,23 @@ __all__ = [
     "quantize",
 ]
 
-# arXiv:2305.14314, appendix E: quantiles of N(0, 1), normalized to [-1, 1], zero among them.
+# arXiv:2305.14314, appendix E: quantiles of N(0, 1), normalized to [-1, 1], including zero.
 NF4_LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
     -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
     0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
     0.7229568362236023, 1.0,
 )  # fmt: skip
-# One sign, two exponent bits, one of mantissa, normalized by the largest: bitsandbytes' 4-bit
+# Sign, two exponent bits and one mantissa bit, normalized by the largest: bitsandbytes' 4-bit
 # float. A code's upper bit is its sign; -0 is never chosen, as 0 comes first.
 _FP4_MAGNITUDES = (0.0, 0.0625 / 12, 8 / 12, 1.0, 4 / 12, 6 / 12, 2 / 12, 3 / 12)
 FP4_LEVELS = (*_FP4_MAGNITUDES, *(-level for level in _FP4_MAGNITUDES))
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _SCALE_BLOCK = 256
 # measured: bitsandbytes 0.50.2's CPU kernel gives all of 512,000 drawn values the code of the
-# nearest of so many even points of [-1, 1]; 1 code in 1,000 is then not the nearest level's
+# nearest of this many evenly spaced points in [-1, 1]; 1 code in 1,000 is then not the nearest
 CPU_SCALE_GRID = 65536
-_SMALLEST = 1e-38  # what stands for the magnitude of a block of zeros
+_SMALLEST = 1e-38  # used as the magnitude of a block of zeros
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,12 +66,12 @@ class FourBit:
     offset: torch.Tensor | None
 
     def packed(self) -> torch.Tensor:
-        """Return two codes a byte, the first in the upper half, ``[ceil(N / 2)]``."""
+        """Return two codes per byte, the first in the upper half, ``[ceil(N / 2)]``."""
         pairs = torch.nn.functional.pad(self.codes_N, (0, self.codes_N.numel() % 2))
         return (pairs[0::2] << 4) | pairs[1::2]
 
     def magnitudes(self) -> torch.Tensor:
-        """Return the magnitude of each block as dequantization sees it, f32 ``[K]``."""
+        """Return the magnitude of each block as used in dequantization, float32 ``[K]``."""
         if self.scale_scales_S is None or self.offset is None:
             return self.scales_K
         coarse = dynamic_levels()[self.scales_K.long()]
@@ -79,12 +79,12 @@ class FourBit:
         return coarse * spread + self.offset
 
     def dequantize(self) -> torch.Tensor:
-        """Return the weights that the codes stand for, f32 in the tensor's shape."""
+        """Return the dequantized weights, float32 in the tensor's shape."""
         spread = self.magnitudes().repeat_interleave(self.block_size)[: self.codes_N.numel()]
         return (self.levels[self.codes_N.long()] * spread).view(self.shape)
 
     def bits_per_parameter(self) -> float:
-        """Count the bits of everything stored for this tensor, divided by its weights."""
+        """Return the bits stored for this tensor, divided by its number of weights."""
         stored = [self.packed(), self.scales_K, self.scale_scales_S, self.offset]
         size = sum(part.numel() * part.element_size() for part in stored if part is not None)
         return 8 * size / self.codes_N.numel()
@@ -98,7 +98,7 @@ def quantize(
     double_quant: bool = False,
     scale_grid: int | None = CPU_SCALE_GRID,
 ) -> FourBit:
-    """Quantize a tensor to four bits; halfway between two levels, the lower one is taken.
+    """Quantize a tensor to four bits; ties go to the lower level.
 
     Args:
         weight: any shape; computed in f32.
@@ -141,17 +141,17 @@ def _scale_codes(
     last = grid - 1
     points = ((values + 1) * 0.5 * last + 0.5).floor() * 2 / last - 1
     codes = _nearest(points, dynamic_levels())
-    return codes.masked_fill(magnitudes[:, None] == 0, 0)  # as the kernel leaves such a block
+    return codes.masked_fill(magnitudes[:, None] == 0, 0)  # as the kernel does for such a block
 
 
 def _blocks(values: torch.Tensor, size: int) -> torch.Tensor:
-    """Return ``[blocks, size]``, the last block filled up with zeros."""
+    """Return ``[blocks, size]`` with the last block padded."""
     flat = values.detach().reshape(-1).to(torch.float32)
     return torch.nn.functional.pad(flat, (0, -flat.numel() % size)).view(-1, size)
 
 
 def _normalized(blocks: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
-    """Divide by multiplying with the reciprocal, as the kernels do: the last bit depends on it."""
+    """Multiply with the reciprocal, as the kernels do, since the last bit depends on it."""
     return (blocks * (1.0 / magnitudes.clamp(min=_SMALLEST))[:, None]).clamp(-1, 1)
 
 
@@ -159,7 +159,7 @@ def _nearest(values: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
     """Return the code of the nearest level, uint8."""
     ordered, codes = levels.sort(stable=True)
     midpoints = (ordered[:-1] + ordered[1:]) / 2
-    place = torch.bucketize(values.reshape(-1), midpoints)  # equal to a midpoint: below it
+    place = torch.bucketize(values.reshape(-1), midpoints)  # a midpoint goes to the lower level
     return codes[place].to(torch.uint8).view(values.shape)
 
 

@@ -23,7 +23,7 @@ PLACES = {
 
 
 def source(planned):
-    """Return what a process executes before its command, for `fork_server.Popen(before=…)`."""
+    """Return the code that a process executes first, for `fork_server.Popen(before=…)`."""
     here = str(Path(__file__).parent)
     return (
         f"import sys; sys.path.append({here!r}); import json, planned_signals\n"
@@ -32,7 +32,7 @@ def source(planned):
 
 
 def arm(planned):
-    """Make one call of a place signal this process first."""
+    """Signal this process before one call of a place."""
     module, owner, name = PLACES[planned["at"]]
     holder = importlib.import_module(module)
     if owner is not None:
@@ -43,7 +43,7 @@ def arm(planned):
     def watched(*args, **kwargs):
         nonlocal calls
         if owner == "TrainingModule" and type(args[0]) is not holder:
-            return original(*args, **kwargs)  # the trial before step 1 trains a module of its own
+            return original(*args, **kwargs)  # the probe before step 1 trains its own module
         if name != "replace" or Path(args[1]).suffix == ".ckpt":
             calls += 1
             if calls == planned["call"] + 1:

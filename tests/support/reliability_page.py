@@ -1,4 +1,4 @@
-"""docs/measured/reliability.md, drawn from the results of the campaign of faults and of fuzzing.
+"""Make docs/measured/reliability.md from the results of the fault campaign and of fuzzing.
 
     python tests/support/reliability_page.py [results [results of fuzzing]]
 
@@ -86,7 +86,7 @@ def page(results, fuzzing):
 
 
 def _readers(fuzzing):
-    """Return what came of each reader."""
+    """Return the results of each reader."""
     readers, machine = fuzzing["readers"], fuzzing["machine"]
     whole = sum(one["inputs"] + one["guided"] for one in readers.values())
     faults = sum(len(one["faults"]) for one in readers.values())
@@ -105,7 +105,7 @@ def _readers(fuzzing):
 
 
 def _section(campaign):
-    """Return what came of one campaign."""
+    """Return the results of one campaign."""
     machine, versions, tasks = campaign["machine"], campaign["versions"], campaign["tasks"]
     problems = campaign["problems"]
     played, planned = sum(map(_played, tasks)), sum(task["planned"] for task in tasks)
@@ -123,7 +123,7 @@ def _section(campaign):
     for task in tasks:
         counts = [task["played"].get(name, 0) for name in FAULTS]
         alike = task["alike"]
-        if "alike_played" in task:  # not in older results
+        if "alike_played" in task:  # missing in older results
             alike = f"{task['alike_played']} of {alike}"
         cells = [task["name"], task["calls"], alike, task["planned"], _played(task)]
         lines.append("| " + " | ".join(map(str, [*cells, *counts, task["well"]])) + " |")

@@ -1,4 +1,4 @@
-"""Hooks of the documentation's site: pages that lie outside docs/, and a check of every link.
+"""mkdocs hooks: pages outside docs/, and a check of every link.
 
 mkdocs loads this module (`hooks` in mkdocs.yml). Its own strict mode checks the links of Markdown;
 :func:`problems` reads the finished HTML, so that it also sees links of raw HTML, anchors, pages of
@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 LOG = logging.getLogger("mkdocs.hooks.site_pages")
 ROOT = Path(__file__).parents[2]
-OUTSIDE = {  # pages of the site that are files of the repository's root
+OUTSIDE = {  # files in the repository's root that are pages of the site
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "CODE_OF_CONDUCT.md": "code-of-conduct.md",
@@ -26,7 +26,7 @@ LOADED = {"img": "src", "script": "src", "link": "href", "iframe": "src", "sourc
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages that are files of the repository's root."""
+    """Add the pages that are files in the repository's root."""
     from mkdocs.structure.files import File
 
     for name, place in OUTSIDE.items():
@@ -36,7 +36,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def with_site_links(text: str) -> str:
-    """Rewrite the links of a file of the root; files that are on no page become plain names."""
+    """Rewrite the links of a file in the root; files that are no pages become plain names."""
 
     def rewritten(found: re.Match[str]) -> str:
         label, target = found.groups()
@@ -49,13 +49,13 @@ def with_site_links(text: str) -> str:
 
 
 def with_linked_words(text: str) -> str:
-    """Link the words that a page of the gallery explains to their pages of the site."""
+    """Link the terms that a gallery page explains to their pages of the site."""
     page = r"(<span class=\"detail\">)(docs/([\w/-]+)\.md)(</span></dd>)"
     return re.sub(page, r'\1<a href="../\3.html">\2</a>\4', text)
 
 
 def on_post_build(config: Any) -> None:
-    """Finish the gallery, and warn of every broken link; in strict mode a warning is an error."""
+    """Finish the gallery and warn about broken links, which are errors in strict mode."""
     for page in (Path(config.site_dir) / "gallery").glob("*.html"):
         page.write_text(with_linked_words(page.read_text(encoding="utf-8")), encoding="utf-8")
     for problem in problems(Path(config.site_dir)):
@@ -63,12 +63,12 @@ def on_post_build(config: Any) -> None:
 
 
 def problems(site: Path) -> list[str]:
-    """Return what is wrong with the links of a site, one line each."""
+    """Return the problems with a site's links, one line each."""
     pages = {path: _Page.of(path) for path in sorted(site.rglob("*.html"))}
     found: list[str] = []
     for path, page in pages.items():
         name = path.relative_to(site).as_posix()
-        if name == "404.html":  # its links are absolute, since it is shown at any address
+        if name == "404.html":  # its links are absolute, as it is shown at any address
             continue
         found += [f"{name}: loads {url} from the network" for url in page.fetched]
         beside = (
@@ -82,7 +82,7 @@ def problems(site: Path) -> list[str]:
 
 
 def _fault(link: str, path: Path, pages: dict[Path, _Page]) -> str | None:
-    """Return what is wrong with one link of a page; links to other sites are not followed."""
+    """Return the problem with a link of a page, if any; external links are not followed."""
     parts = urlsplit(link)
     if parts.scheme or parts.netloc:
         return None
@@ -96,7 +96,7 @@ def _fault(link: str, path: Path, pages: dict[Path, _Page]) -> str | None:
 
 
 class _Page(HTMLParser):
-    """The links, the anchors, and the files from the network, of one page."""
+    """The links, anchors and external files of a page."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class _Page(HTMLParser):
         return page
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Note one element's anchor and its links."""
+        """Record an element's anchor and links."""
         given = {name: value or "" for name, value in attrs}
         self.anchors |= {given[name] for name in ("id", "name") if name in given}
         if tag == "a" and "href" in given:

@@ -1,4 +1,4 @@
-"""The marker `slow`, given by measured cost: a pytest plugin.
+"""A pytest plugin that gives the marker `slow` by measured cost.
 
 tests/slow.txt lists the tests that take more than `LIMIT_S`; `make quick` leaves them out. A line
 is a test's node ID, without the part in brackets where all of its cases are slow.
@@ -19,12 +19,12 @@ import pytest
 
 LIST = Path(__file__).parents[1] / "slow.txt"
 LIMIT_S = 0.2
-NOISE = 1.5  # between two runs on a busy machine; what is nearer to the limit stays as it is
+NOISE = 1.5  # variation between runs on a busy machine; within it, a test stays as listed
 SHARED, USES = "fixture ", "uses"
-SERVER, SERVER_S = "fork server", 13  # measured: seconds that one takes to import everything
+SERVER, SERVER_S = "fork server", 13  # measured: the seconds of a server's imports
 
 
-_forked = pytest.StashKey()  # how many processes there were before the test
+_forked = pytest.StashKey()  # number of forked processes before the test
 
 
 def pytest_addoption(parser):
@@ -85,7 +85,7 @@ def pytest_configure(config):
 
 
 class Costs:
-    """What the tests of a session cost, and what the list says of them."""
+    """The costs of a session's tests, and what the list says about them."""
 
     def __init__(self, config):
         self._write = config.getoption("write_slow")
@@ -121,7 +121,7 @@ class Costs:
 
 
 def function_of(name):
-    """Return a node ID without the case."""
+    """Return a node ID without its parameters."""
     return name.partition("[")[0]
 
 
@@ -131,14 +131,14 @@ def file_of(name):
 
 
 def is_slow(name, cost, slow):
-    """Tell whether a test belongs on the list: near the limit, whether it is there."""
+    """Return whether a test belongs on the list; near the limit it stays as listed."""
     if LIMIT_S / NOISE < cost < LIMIT_S * NOISE:
         return bool({name, function_of(name)} & slow)
     return cost > LIMIT_S
 
 
 def wrong(costs, slow):
-    """Yield a line for each test that is listed wrongly, and for each that is gone."""
+    """Yield a line for each wrongly listed test, and for each that no longer exists."""
     for name, cost in sorted(costs.items()):
         is_listed = bool({name, function_of(name)} & slow)
         if is_slow(name, cost, slow) != is_listed:
@@ -148,7 +148,7 @@ def wrong(costs, slow):
 
 
 def gone(costs, slow):
-    """Return the lines that name no test: in the files that were run, and files that are gone."""
+    """Return the lines that match no test in the files that ran, or name missing files."""
     files = {file_of(name) for name in costs}
     names = {*costs, *map(function_of, costs)}
     here = LIST.parents[1]
@@ -160,7 +160,7 @@ def gone(costs, slow):
 
 
 def lines(costs, slow):
-    """Return the list anew: whole functions where all of their cases are slow."""
+    """Return the new list, with whole functions if all their cases are slow."""
     cases = {}
     for name, cost in costs.items():
         cases.setdefault(function_of(name), {})[name] = is_slow(name, cost, slow)

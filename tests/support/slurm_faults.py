@@ -1,4 +1,4 @@
-"""A cluster of Slurm for one case of the campaign, whose daemons may be killed.
+"""A Slurm cluster for one case of the campaign, whose daemons may be killed.
 
 A daemon that was killed is started again at once, as a service manager does it. A node that Slurm
 has set down or drained is resumed, as an administrator does it.
@@ -18,8 +18,8 @@ import fork_server
 import psutil
 
 _CLUSTER = runpy.run_path(str(Path(__file__).parents[1] / "sweeps/slurm_cluster.py"))
-# A node that was silent works again as soon as it answers; its jobs that are gone are noticed
-# after 15 seconds instead of 300.
+# A silent node is used again when it answers; its lost jobs are noticed after 15 seconds and not
+# 300.
 _CONFIGURATION = "ReturnToService=2\nSlurmdTimeout=15\n"
 _DAEMONS = ("slurmctld", "slurmd")
 LIMIT_S = 60
@@ -28,7 +28,7 @@ missing = _CLUSTER["missing"]
 
 @contextmanager
 def cluster():
-    """Start a cluster; yield the environment of its commands."""
+    """Start a cluster; yield the environment for its commands."""
     with _CLUSTER["cluster"](_CONFIGURATION) as found:
         programs = _python(found).parent
         programs.mkdir()
@@ -54,7 +54,7 @@ def _administrate(environment, is_over):
 
 
 def _nodes(environment):
-    """Return the name and the state of each node; none while the controller is away."""
+    """Return each node's name and state; nothing while the controller is down."""
     with suppress(AssertionError):
         listed = _CLUSTER["_run"](["sinfo", "-h", "-N", "-o", "%N %T"], environment)
         return sorted({tuple(line.split()) for line in listed.splitlines()})
@@ -62,7 +62,7 @@ def _nodes(environment):
 
 
 def before(environment):
-    """Return what a launcher executes first: the scripts of its jobs then name a Python that forks.
+    """Return code that a launcher executes first, so that its job scripts use a forking Python.
 
     Nothing where the command is not one of a cluster.
     """
@@ -76,7 +76,7 @@ def _python(environment):
 
 
 def daemons(environment):
-    """Return the process IDs of a cluster's daemons and of the steps of its jobs."""
+    """Return the process IDs of a cluster's daemons and of its job steps."""
     if "SLURM_CONF" not in environment:
         return []
     found = []
@@ -86,7 +86,7 @@ def daemons(environment):
             found += [process.pid]
     spool = str(Path(environment["SLURM_CONF"]).parent)
     for process in psutil.process_iter(["name"]):
-        with suppress(psutil.Error):  # it has just ended
+        with suppress(psutil.Error):  # it has just exited
             name = process.info["name"]
             if name == "slurmstepd" and spool in " ".join(process.environ().values()):
                 found.append(process.pid)
@@ -94,7 +94,7 @@ def daemons(environment):
 
 
 def start_again(environment, killed):
-    """Start the daemons that were killed, given the IDs of all killed processes."""
+    """Restart the daemons among the killed processes."""
     if "SLURM_CONF" not in environment:
         return
     for name in _DAEMONS:
@@ -114,7 +114,7 @@ def start_again(environment, killed):
 
 
 def wait_until_there(environment):
-    """Wait until all nodes take jobs."""
+    """Wait until all nodes accept jobs."""
     if "SLURM_CONF" not in environment:
         return
     until = time.monotonic() + LIMIT_S

@@ -1,4 +1,4 @@
-"""Directories of models to learn from."""
+"""Directories of teacher models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mens_exp.rows.cache import cache_root
 
 
 def model_directory(directory, **settings):
-    """Write a model with random weights into a directory, as a user would download it."""
+    """Write a model with random weights into a directory, as if a user had downloaded it."""
     made = resolve(RandomModel(name="teacher", **settings), cache_root())
     shutil.copytree(made.directory, directory, dirs_exist_ok=True)
     return directory

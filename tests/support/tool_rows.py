@@ -1,4 +1,4 @@
-"""The chat templates that TRL ships, and a row whose assistant calls tools."""
+"""The chat templates that TRL ships, and a row in which the assistant calls tools."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Models that transformers loads by itself: references for ours."""
+"""Models loaded by transformers alone, as references."""
 
 from __future__ import annotations
 
 
 def of_transformers(directory, dtype, *, quant=None, **settings):
-    """Load a model as transformers' documentation says, on the CPU.
+    """Load a model on the CPU as transformers' documentation does.
 
     bitsandbytes' own inference kernel for AVX512-BF16 is left out, which rounds otherwise:
     SmolLM2's loss is 2.2206 with it, and 2.2223 without it, in f32, and by ours (12 documents,

@@ -1,4 +1,4 @@
-"""The outputs of the tutorial: every command of docs/tutorial is typed, its output written down.
+"""Refresh the tutorial's outputs: run every command of docs/tutorial and record its output.
 
     python tests/support/tutorial.py [page …]
 
@@ -28,7 +28,7 @@ TUTORIAL = ROOT / "docs" / "tutorial"
 GALLERY = ROOT / "docs" / "gallery"
 PICTURE = ROOT / "docs" / "assets" / "report.png"
 WORK = ROOT / "build" / "tutorial"
-SHOWN = {  # a page of the gallery: the newest of the files that a glob finds
+SHOWN = {  # a gallery page: the newest file that a glob matches
     "main-job": "outputs/train/default/*/report.html",
     "own-data": "tickets/report.html",
     "sweep": "targets/sweep.html",
@@ -55,14 +55,14 @@ STEP = re.compile(
 
 @dataclass(frozen=True)
 class Ran:
-    """What one block of commands printed, and how long it took."""
+    """The output of one block of commands, and its duration."""
 
     text: str
     seconds: float
 
 
 def main() -> None:
-    """Run the named pages, or all of them from an empty directory."""
+    """Run the named pages, or all of them in an empty directory."""
     named = sys.argv[1:]
     if not named:
         shutil.rmtree(WORK, ignore_errors=True)
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def filled(text: str, runner) -> str:
-    """Return a page with the output of every command that shows one.
+    """Return a page with fresh outputs of all commands that show one.
 
     Args:
         text: the page.
@@ -98,7 +98,7 @@ def filled(text: str, runner) -> str:
 
 
 def cut(text: str, part: str | None, count: int) -> str:
-    """Return the lines of an output that a page keeps, with an ellipsis where others were."""
+    """Return the lines of an output that a page shows, with an ellipsis for omitted ones."""
     lines = [line.rstrip() for line in text.strip("\n").splitlines()]
     if part is None or len(lines) <= count:
         return "\n".join(lines)
@@ -113,7 +113,7 @@ def took(seconds: float) -> str:
 
 
 def run(commands: str) -> Ran:
-    """Type a block of commands in the reader's shell; a command that fails ends the tutorial."""
+    """Run a block of commands in the reader's shell; a failing command ends the tutorial."""
     began = time.monotonic()
     done = subprocess.run(
         ["bash", "-e", "-c", commands],
@@ -126,7 +126,7 @@ def run(commands: str) -> Ran:
             **os.environ,
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "COLUMNS": "80",
-            "MENS_EXP_CACHE": str(WORK / "cache"),  # nothing that an earlier reader has made
+            "MENS_EXP_CACHE": str(WORK / "cache"),  # without files of an earlier run
             "NO_COLOR": "1",
         },
     )
@@ -137,7 +137,7 @@ def run(commands: str) -> Ran:
 
 
 def make_gallery() -> None:
-    """Copy the pages that the tutorial made into the gallery, with those of two other tasks."""
+    """Copy the tutorial's pages into the gallery, with those of two other tasks."""
     from mens_exp.artifacts.run_dir import RunDir
     from mens_exp.report.write import write_report
 
@@ -154,7 +154,7 @@ def make_gallery() -> None:
 
 
 def take_picture() -> None:
-    """Photograph the report of the main job with Chromium, where it is installed."""
+    """Take a picture of the main job's report with Chromium, if it is installed."""
     browser, page = shutil.which("chromium"), GALLERY / "main-job.html"
     if browser is None or not page.is_file():
         return

@@ -1,4 +1,4 @@
-"""An objective that needs two answers of a row side by side, for tests of what carries them."""
+"""An objective that needs two answers of a row together, for tests of what carries them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mens_exp.rows.documents import Document, RowDocuments
 
 
 class _Both(RowDocuments):
-    """The answer and the worse one; a token's value is its place, of the worse one below zero."""
+    """The answer and the worse one; a token's value is its position, negative for the worse."""
 
     together = 2
     extra = ("place",)

@@ -10,14 +10,14 @@ from mens_exp.tokenizer.implementations import HfTokenizer
 
 @pytest.fixture
 def written(tmp_path):
-    """A directory with the byte-level tokenizer's files."""
+    """Write the byte-level tokenizer's files into a directory."""
     sources.write_byte_level_tokenizer(tmp_path)
     return tmp_path
 
 
 @pytest.fixture
 def configured(written):
-    """Change tokenizer_config.json and read the tokenizer; a value of None removes its key."""
+    """Change tokenizer_config.json and read the tokenizer; None removes a key."""
 
     def read(**changes):
         file = written / "tokenizer_config.json"

@@ -25,7 +25,7 @@ def tokenizer(tmp_path_factory):
 @example(text="\x00\r\n\t\u2028🐍\ufeff")
 @example(text="<|im_start|")
 def test_any_text_survives(tokenizer, text):
-    """One id a byte of UTF-8, back to the same text, all inside the vocabulary."""
+    """Any text round-trips with one id per UTF-8 byte."""
     (ids,) = tokenizer.encode_all([text])
     assert len(ids) == len(text.encode())
     assert all(3 <= token < USED <= BYTE_LEVEL_VOCAB_SIZE for token in ids)
@@ -33,7 +33,7 @@ def test_any_text_survives(tokenizer, text):
 
 
 def test_markers_are_one_id_each(tokenizer):
-    """The three control tokens come first, and are left out of decoded text."""
+    """The three control tokens have the first ids and are omitted in decoding."""
     (ids,) = tokenizer.encode_all(["<|endoftext|><|im_start|>a<|im_end|>"])
     assert [ids[0], ids[1], ids[3]] == [0, 1, 2]
     assert tokenizer.special_ids == {0, 1, 2}
@@ -41,13 +41,13 @@ def test_markers_are_one_id_each(tokenizer):
 
 
 def test_vocabulary_fits_the_random_model(tokenizer):
-    """The table has a row for each id, and the size that is stated is the default one."""
+    """The embedding has a row for each id, and the stated size is the default."""
     assert tokenizer.last_id == USED - 1
     assert RandomModel(name="tiny").vocab_size == BYTE_LEVEL_VOCAB_SIZE
 
 
 def test_transformers_reads_the_same_tokenizer(tokenizer, tmp_path):
-    """Ids, markers and padding agree with AutoTokenizer's."""
+    """Ids, markers and padding equal those of AutoTokenizer."""
     from transformers import AutoTokenizer
 
     sources.write_byte_level_tokenizer(tmp_path)

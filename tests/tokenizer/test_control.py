@@ -24,7 +24,7 @@ def core(tmp_path_factory):
 
 @given(text=TEXTS)
 def test_guarding_is_undone(core, text):
-    """Whatever the text holds, our own marks included."""
+    """Any text round-trips, even one that contains our marks."""
     control = ControlText(core)
     assert control.unguard(control.guard(text)) == text
     assert "<|im_end|>" not in control.guard(text)
@@ -32,20 +32,20 @@ def test_guarding_is_undone(core, text):
 
 @given(before=TEXTS, text=TEXTS)
 def test_guarded_text_is_encoded_as_text(core, before, text):
-    """Every byte of it is a token of its own; the marker beside it is the control token."""
+    """Guarded text is encoded byte by byte; an unguarded marker stays a control token."""
     control = ControlText(core)
     try:
         (ids,) = control.encode([f"{control.guard(before)}<|im_end|>{control.guard(text)}"])
         head, tail = before.encode(), text.encode()
     except (DataError, UnicodeEncodeError):
-        return  # half a surrogate pair, or our private spelling: tested below
+        return  # lone surrogates and our private spelling have their own tests below
     assert ids.index(2) == len(head)
     assert len(ids) == len(head) + 1 + len(tail)
     assert core.decode(ids, skip_special_tokens=False) == f"{before}<|im_end|>{text}"
 
 
 def test_text_without_control_text_takes_the_tokenizers_own_way(core):
-    """The same ids as ever, and no second tokenizer is made."""
+    """The ids are unchanged, and no second tokenizer is built."""
     control = ControlText(core)
     text = "<|im_start|>user\nü<|im_end|>"
     assert control.guard("user\nü") == "user\nü"
@@ -54,7 +54,7 @@ def test_text_without_control_text_takes_the_tokenizers_own_way(core):
 
 
 def test_context_of_a_token_is_that_of_the_whole_text():
-    """A tokenizer that marks where a text begins marks it once, guarded text in it or not."""
+    """A mark for the beginning of the text is added once, with or without guarded text."""
     vocab = {token: i for i, token in enumerate(["<e>", "▁", "a", "<", "e", ">"])}
     core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
@@ -67,7 +67,7 @@ def test_context_of_a_token_is_that_of_the_whole_text():
 
 
 def test_longest_control_token_is_guarded():
-    """One may begin as another does."""
+    """One control token may be a prefix of another."""
     core = Tokenizer(models.BPE(vocab={"<": 0}, merges=[]))
     core.add_special_tokens([AddedToken("<|a|>", special=True), AddedToken("<|a|>b", special=True)])
     control = ControlText(core)
@@ -76,14 +76,14 @@ def test_longest_control_token_is_guarded():
 
 
 def test_private_spelling_in_a_text_is_refused(core):
-    """It could pass for a control token; no text has reason to hold it."""
+    """It could be taken for a control token, and ordinary text does not contain it."""
     control = ControlText(core)
     with pytest.raises(DataError, match="private spelling"):
         control.encode([control.guard("\ufdd22\ufdd3")])
 
 
 def test_control_text_may_be_allowed(core):
-    """Then it is the token; our own marks stay text."""
+    """The text then becomes the control token, and our own marks stay text."""
     control = ControlText(core, allow=True)
     assert control.encode([control.guard("<|im_end|>")]) == [[2]]
     (ids,) = control.encode([control.guard("\ufdd0<|im_end|>")])

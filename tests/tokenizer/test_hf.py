@@ -15,7 +15,7 @@ BRACKETS = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
 
 
 def test_own_template_wins(configured):
-    """Even where it is not ChatML."""
+    """This holds even if it is not ChatML."""
     tokenizer = configured(chat_template=BRACKETS)
     assert tokenizer.template_source == "the tokenizer's own"
     assert tokenizer.render(TURN, add_generation_prompt=True) == "[U]"
@@ -23,20 +23,20 @@ def test_own_template_wins(configured):
 
 
 def test_chatml_serves_where_there_is_no_template(configured):
-    """And the record can tell that it is not the model's."""
+    """The record says that the template is not the model's."""
     tokenizer = configured()
     assert tokenizer.template_source == "ChatML"
     assert tokenizer.chat_template == CHATML
 
 
 def test_template_file_wins_over_the_config(written, configured):
-    """As in transformers."""
+    """This is also transformers' order."""
     (written / "chat_template.jinja").write_text("file", "utf-8")
     assert configured(chat_template="config").chat_template == "file"
 
 
 def test_default_of_several_templates_is_taken(configured):
-    """A list of named templates, as some models have it."""
+    """Some models have a list of named templates."""
     named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": BRACKETS}]
     assert configured(chat_template=named).chat_template == BRACKETS
 
@@ -44,16 +44,16 @@ def test_default_of_several_templates_is_taken(configured):
 def test_several_templates_without_a_default_are_refused(
     configured,
 ):
-    """ChatML in their place would be a guess."""
+    """Using ChatML instead would be a guess."""
     with pytest.raises(ModelFileError, match="none called default"):
         configured(chat_template=[{"name": "tool_use", "template": "T"}])
 
 
 def test_special_tokens_reach_the_template(configured):
-    """Written as text or as objects; one that is null is not there."""
+    """They may be strings or objects; null ones are absent."""
     tokenizer = configured(
         bos_token={"content": "<B>", "lstrip": False},
-        sep_token="<S>",  # no password
+        sep_token="<S>",  # not a password
         chat_template="{{ bos_token }}{{ sep_token }}{{ eos_token }}{{ cls_token }}",
     )
     assert tokenizer.render(TURN, add_generation_prompt=False) == "<B><S><|im_end|>"
@@ -63,7 +63,7 @@ def test_special_tokens_reach_the_template(configured):
     ("decoder", "expected"), [(None, "<|endoftext|>"), ({"0": {"content": "a"}}, "<|im_end|>")]
 )
 def test_older_token_file_counts_where_the_config_is_older(written, configured, decoder, expected):
-    """special_tokens_map.json is read unless the config lists its added tokens, as there."""
+    """special_tokens_map.json is read unless the config has added_tokens_decoder."""
     (written / "special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>"}', "utf-8")
     assert configured(added_tokens_decoder=decoder).special_tokens["eos_token"] == expected
 
@@ -71,29 +71,29 @@ def test_older_token_file_counts_where_the_config_is_older(written, configured, 
 def test_answer_ends_with_end_of_sequence_or_the_templates_marker(
     configured,
 ):
-    """The marker is the first control token behind an answer, whatever it is called."""
+    """The marker is the first control token after an answer."""
     closing = "{% for m in messages %}{{ m.content }} <|im_start|>\n{% endfor %}"
     assert configured().end_ids == {2}
-    assert configured(eos_token="<|endoftext|>").end_ids == {0, 2}  # no password
+    assert configured(eos_token="<|endoftext|>").end_ids == {0, 2}  # not a password
     assert configured(chat_template=closing, eos_token=None).end_ids == {1}
     assert configured(chat_template=BRACKETS, eos_token=None).end_ids == set()
 
 
 def test_template_that_refuses_small_talk_is_read(configured):
-    """It is refused, with the row, when rows are encoded."""
+    """The error is raised when the rows are encoded, and names the row."""
     assert configured(chat_template="{{ raise_exception('no') }}").end_ids == {2}
 
 
 def test_padding_falls_back_to_the_end_of_sequence(configured):
-    """Then to 0: padding is masked by its place, never by its id."""
+    """The last fallback is 0; padding is masked by position and never by id."""
     assert configured().pad_id == 0
     assert configured(pad_token=None).pad_id == 2
-    assert configured(pad_token="<absent>").pad_id == 2  # no password
+    assert configured(pad_token="<absent>").pad_id == 2  # not a password
     assert configured(pad_token=None, eos_token=None).pad_id == 0
 
 
 def test_nothing_is_added_cut_or_padded(written):
-    """Whatever the file asks for, encoding is of the text alone."""
+    """Settings in the file for special tokens, truncation and padding are ignored."""
     core = Tokenizer.from_file(str(written / "tokenizer.json"))
     core.enable_padding(length=8)
     core.enable_truncation(max_length=2)
@@ -119,7 +119,7 @@ def test_tokens_that_are_added_but_no_controls_are_text(written):
 
 
 def test_identity_is_the_content_of_the_file(written):
-    """SHA-256 of tokenizer.json."""
+    """It is the SHA-256 of tokenizer.json."""
     content = (written / "tokenizer.json").read_bytes()
     assert HfTokenizer.from_directory(written).sha256 == hashlib.sha256(content).hexdigest()
 
@@ -134,7 +134,7 @@ def test_identity_is_the_content_of_the_file(written):
     ],
 )
 def test_damaged_file_is_named(written, name, content, reason):
-    """Exit code 2, before anything is built on it."""
+    """The error exits with code 2 and comes before the tokenizer is used."""
     if content is None:
         (written / name).unlink()
     else:
@@ -145,7 +145,7 @@ def test_damaged_file_is_named(written, name, content, reason):
 
 
 def test_tokenizer_without_config_is_read(written):
-    """tokenizer.json by itself: ChatML, and no end of sequence."""
+    """With tokenizer.json alone the template is ChatML, without an EOS token."""
     (written / "tokenizer_config.json").unlink()
     tokenizer = HfTokenizer.from_directory(written)
     assert (tokenizer.special_tokens, tokenizer.eos_id) == ({}, None)

@@ -21,7 +21,7 @@ def core_of(
     normalizer=None,
     tokens=None,
 ):
-    """Make a tokenizer over bytes, with merges that reach over the seams of a prompt."""
+    """Return a byte tokenizer whose merges cross the boundaries of a prompt."""
     alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "▁"]
     merges = [("Ċ", "Ċ"), ("x", "x"), ("Ġ", "x"), ("Ċ", "x"), ("▁", "x")]
     vocab = {token: i for i, token in enumerate([*alphabet, *map("".join, merges)])}
@@ -56,7 +56,7 @@ CORES = {
 @pytest.mark.parametrize("core", CORES.values(), ids=CORES)
 @given(texts=st.lists(TEXTS, max_size=4))
 def test_pieces_make_the_ids_of_the_whole(core, texts):
-    """Whatever stands before the first control token, between two, or beside half of one."""
+    """Texts are split at control tokens, with complete and partial ones in them."""
     pieces = pieces_of(core)
     assert pieces is not None
     whole = [core.encode(text, add_special_tokens=False).ids for text in texts]
@@ -82,7 +82,7 @@ def test_tokens_that_do_not_stand_for_themselves_are_not_cut_at(tokens):
 
 
 def test_a_piece_of_many_texts_is_tokenized_once(monkeypatch):
-    """Prompt, prompt with answer, and all of it: four pieces."""
+    """A prompt, the prompt with an answer, and the whole text have four distinct pieces."""
     seen = []
 
     class Counting:

@@ -1,4 +1,4 @@
-"""Templates that come with a model can neither hang nor fill the machine."""
+"""Chat templates that come with a model cannot hang or exhaust the machine."""
 
 from __future__ import annotations
 
@@ -183,13 +183,13 @@ def rendered(source):
 
 @pytest.fixture
 def fewer(monkeypatch):
-    """Give templates a tenth of their steps."""
+    """Limit templates to a tenth of the steps."""
     monkeypatch.setattr(template_steps, "MOST_STEPS", template_steps.MOST_STEPS // 10)
 
 
 @pytest.mark.parametrize("source", ATTACKS.values(), ids=ATTACKS)
 def test_a_template_that_does_too_much_is_refused(source, fewer):
-    """Of a tenth of the steps, each attack may take a tenth of ten seconds and of a gigabyte."""
+    """With a tenth of the steps an attack has a second of CPU time and 102 MiB."""
     end = attack(rendered, source, cpu_s=1, memory_mib=102)
     assert end.how == "refused", end
     assert "the chat template refuses a conversation" in end.message
@@ -200,13 +200,13 @@ def test_a_template_that_does_too_much_is_refused(source, fewer):
     "begun", [LONG, SHARED + OTHER, PAIRS, ATTACKS["a comparison of long texts"].split("{% for")[0]]
 )
 def test_what_attacks_begin_with_is_not_what_is_refused(begun, fewer):
-    """It leaves them most of their steps."""
+    """Control: the setup of an attack alone leaves most of its steps."""
     assert rendered(begun + "{% for i in range(9999) %}{% endfor %}") == ""
 
 
 @pytest.mark.parametrize("name", ["nested loops", "shared lists, compared"])
 def test_a_template_that_does_too_much_is_refused_at_the_real_limit(name):
-    """Within seconds and a gigabyte."""
+    """The refusal comes within seconds and a gigabyte."""
     end = attack(rendered, ATTACKS[name])
     assert end.how == "refused", end
     assert "more text, than 2,000,000 and" in end.message
@@ -217,7 +217,7 @@ def test_a_template_that_does_too_much_is_refused_at_the_real_limit(name):
 @pytest.mark.parametrize(
     "source",
     [
-        "{% for a in [1] %}" * 30 + "{% endfor %}" * 30,  # Python nests 20 at most
+        "{% for a in [1] %}" * 30 + "{% endfor %}" * 30,  # Python allows 20 nested blocks
         "{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}",
         "{{ 1" + " + 1" * 20_000 + " }}",
         "{{ " + "[" * 500 + "]" * 500 + " }}",
@@ -227,7 +227,7 @@ def test_a_template_that_does_too_much_is_refused_at_the_real_limit(name):
     ids=["loops", "brackets", "sums", "lists", "digits", "length"],
 )
 def test_a_template_that_cannot_be_compiled_is_refused(source):
-    """With an error of ours, also where Jinja or Python gives up on what it becomes."""
+    """The error is ours even if Jinja or Python fails on the compiled code."""
     end = attack(check_syntax, source)
     assert end.how == "refused", end
     assert "is not a chat template" in end.message
@@ -235,7 +235,7 @@ def test_a_template_that_cannot_be_compiled_is_refused(source):
 
 @pytest.mark.parametrize("text", [" ", "\n", "{", "{{", "{% ", "{#", "#}", "'"])
 def test_a_long_template_is_read_in_time(text):
-    """The patterns of Jinja's lexer do not look back over what they have read."""
+    """The regular expressions of Jinja's lexer run in linear time."""
     assert attack(lambda: _outcome(text * (2**20 // len(text)))).how == "returned"
 
 
@@ -253,7 +253,7 @@ TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
 def test_a_conversation_of_ten_thousand_messages_is_rendered(path):
-    """Published templates take it."""
+    """Published templates render it."""
     source = path.read_text("utf-8")
     turns = [USER, {"role": "assistant", "content": "def f():\n    return 1\n" * 20}]
     text = render(source, turns * (MOST // 2), add_generation_prompt=False, **TOKENS)
@@ -261,7 +261,7 @@ def test_a_conversation_of_ten_thousand_messages_is_rendered(path):
 
 
 def test_copies_of_a_long_conversation_are_no_attack():
-    """A list of so many messages may be cut, and grow by one, for each of them."""
+    """For each of so many messages a list may be sliced, and grow by one."""
     source = (
         "{% set ns = namespace(seen=[]) %}{% for m in messages %}"
         "{% set rest = messages[1:] %}{% set ns.seen = ns.seen + [m] %}{% endfor %}"
@@ -271,7 +271,7 @@ def test_copies_of_a_long_conversation_are_no_attack():
 
 
 def test_one_long_message_is_rendered():
-    """Several passes over the text of a book."""
+    """The text of a book is rendered in several passes."""
     text = "word " * 2_000_000
     source = "{{ (messages[0].content|trim + '\n').split('</think>')[-1].strip().lstrip('x') }}"
     assert render(source, [{"role": "user", "content": text}], add_generation_prompt=False) == (
@@ -280,7 +280,7 @@ def test_one_long_message_is_rendered():
 
 
 def test_each_rendering_has_steps_of_its_own(fewer):
-    """One that took too many leaves none missing for the next."""
+    """Exceeding the limit does not affect the next rendering."""
     with pytest.raises(DataError, match="does too much"):
         render("{{ 'x' * 99999999 }}", [USER], add_generation_prompt=False)
     assert render(CHATML, [USER], add_generation_prompt=False).endswith("<|im_end|>")
@@ -330,7 +330,7 @@ SAME = [
 
 @pytest.mark.parametrize(("source", "text"), SAME)
 def test_counting_changes_no_text(source, text):
-    """What the operators, filters and methods give is what Jinja's own sandbox gives."""
+    """Operators, filters and methods give the same as Jinja's own sandbox."""
     plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     assert plain.from_string(source).render() == text
     assert render(source, [USER], add_generation_prompt=False) == text

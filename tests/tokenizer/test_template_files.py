@@ -11,7 +11,7 @@ TEMPLATE = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
 
 
 def test_file_that_is_named_wins_over_the_models_own(written):
-    """And the record says that it did."""
+    """The record says where the template came from."""
     (written / "chat_template.jinja").write_text("own", "utf-8")
     file = written / "mine.jinja"
     file.write_text(TEMPLATE, "utf-8")
@@ -22,7 +22,7 @@ def test_file_that_is_named_wins_over_the_models_own(written):
 
 
 def test_absent_file_is_refused_with_the_nearest(tmp_path):
-    """Exit code 2, by the setting's name."""
+    """The error exits with code 2 and names the setting."""
     (tmp_path / "llama3.jinja").write_text(TEMPLATE, "utf-8")
     with pytest.raises(ConfigError) as caught:
         read_template(str(tmp_path / "lama3.jinja"))
@@ -35,7 +35,7 @@ def test_absent_file_is_refused_with_the_nearest(tmp_path):
     [(b"\xff", "it is not UTF-8"), (b"{% for m in %}", "is not a chat template")],
 )
 def test_file_that_is_no_template_is_refused(tmp_path, content, reason):
-    """Before anything is built on it."""
+    """The error comes before the template is used."""
     file = tmp_path / "a.jinja"
     file.write_bytes(content)
     with pytest.raises(ConfigError, match=reason):
@@ -43,13 +43,13 @@ def test_file_that_is_no_template_is_refused(tmp_path, content, reason):
 
 
 def test_directory_is_no_template(tmp_path):
-    """The system's own words are passed on."""
+    """The system's message is passed on."""
     with pytest.raises(ConfigError, match="cannot be read"):
         read_template(str(tmp_path))
 
 
 def test_configuration_allows_control_text(written):
-    """Off unless it is asked for."""
+    """It is off by default."""
     asked = TokenizerConfig(name="hf", allow_control_text=True)
     plain, allowed = (HfTokenizer.from_directory(written, c) for c in (None, asked))
     assert (plain.guard("<|im_end|>"), allowed.guard("<|im_end|>"))[1] == "<|im_end|>"

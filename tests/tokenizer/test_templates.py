@@ -23,7 +23,7 @@ SMOLLM2 = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-# Llama-3.2's, shortened to what plain conversations reach: the date, tools, white space control.
+# Llama-3.2's template, reduced to plain conversations: date, tools, white space control.
 LLAMA3 = """{{- bos_token }}
 {%- if not tools is defined %}
     {%- set tools = none %}
@@ -58,7 +58,7 @@ LLAMA3 = """{{- bos_token }}
     {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
 {%- endif %}
 """
-# Mistral-7B-Instruct-v0.3's way: refusals, a namespace, tools, the system in the last turn.
+# As Mistral-7B-Instruct-v0.3's: refusals, a namespace, tools, the system in the last turn.
 MISTRAL = """{%- if messages[0]["role"] == "system" %}
     {%- set system_message = messages[0]["content"] %}
     {%- set loop_messages = messages[1:] %}
@@ -149,7 +149,7 @@ CONVERSATIONS = {
 
 @functools.cache
 def reference():
-    """Return a tokenizer of transformers, which renders any template given to it."""
+    """Return a transformers tokenizer, which renders any template."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -157,7 +157,7 @@ def reference():
 
 
 class Fixed(datetime):
-    """A clock that stands on the day that templates are told."""
+    """A clock that stops at a fixed day."""
 
     @classmethod
     def now(cls, tz=None):
@@ -166,14 +166,14 @@ class Fixed(datetime):
 
 @pytest.fixture(autouse=True)
 def same_day(monkeypatch):
-    """Let transformers render on the day that we render on every day."""
+    """Make transformers use the fixed date that we render with."""
     from transformers.utils import chat_template_utils
 
     monkeypatch.setattr(chat_template_utils, "datetime", Fixed)
 
 
 def outcome_there(source, messages, *, opened):
-    """Return the text that transformers renders, or what the template refused with."""
+    """Return the text that transformers renders, or the template's error."""
     from jinja2 import TemplateError
 
     try:
@@ -189,7 +189,7 @@ def outcome_there(source, messages, *, opened):
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_rendering_is_that_of_transformers(template, conversation, opened):
-    """Text for text, and where the template refuses a conversation, both do."""
+    """The texts are equal, and conversations that a template refuses are refused by both."""
     source, messages = TEMPLATES[template], CONVERSATIONS[conversation]
     expected, refusal = outcome_there(source, messages, opened=opened)
     if refusal is None:
@@ -201,7 +201,7 @@ def test_rendering_is_that_of_transformers(template, conversation, opened):
 
 
 def test_comparison_reaches_text_and_refusals():
-    """Mistral's template renders alternating turns and refuses others; the date stands."""
+    """Mistral's template renders some and refuses others; the date is fixed."""
     text = render(MISTRAL, CONVERSATIONS["turns"], add_generation_prompt=False, **TOKENS)
     assert text.count("[INST]") == 2
     assert "AVAILABLE_TOOLS" not in text
@@ -212,7 +212,7 @@ def test_comparison_reaches_text_and_refusals():
 
 
 def test_chatml_is_spelled_exactly():
-    """The strings of REFERENCE, 8: no newline after the last end marker."""
+    """The strings are those of REFERENCE, section 8: no newline after the last end marker."""
     system, user, assistant = "S", "U", "A"
     turns = [
         {"role": "system", "content": system},
@@ -228,7 +228,7 @@ def test_chatml_is_spelled_exactly():
 
 
 def test_chatml_without_system_begins_with_the_user():
-    """It has no default system prompt of its own."""
+    """There is no default system prompt."""
     text = render(CHATML, [{"role": "user", "content": "U"}], add_generation_prompt=True)
     assert text == "<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n"
 
@@ -250,14 +250,14 @@ def test_chatml_without_system_begins_with_the_user():
     ],
 )
 def test_template_that_fails_is_refused(source):
-    """A template comes with the model: its faults, and its attempts, are told, not met."""
+    """Templates come with models, so their errors and attacks become our refusals."""
     with pytest.raises(DataError, match="refuses a conversation") as caught:
         render(source, [USER], add_generation_prompt=False)
     assert caught.value.exit_code == 2
 
 
 def test_blocks_of_generation_are_located():
-    """In characters of the text that is rendered without their marks."""
+    """Spans are characters of the text rendered without the markers."""
     messages = CONVERSATIONS["turns"]
     text = render(GENERATION, messages, add_generation_prompt=False, **TOKENS)
     spans = generated_spans(GENERATION, messages, **TOKENS)
@@ -266,19 +266,19 @@ def test_blocks_of_generation_are_located():
 
 
 def test_template_without_blocks_has_no_spans():
-    """None, which is not the same as an empty list."""
+    """The result is None and not an empty list."""
     assert generated_spans(LLAMA3, CONVERSATIONS["turns"], **TOKENS) is None
     assert generated_spans(GENERATION, CONVERSATIONS["prompt"], **TOKENS) == []
 
 
 def test_dated_template_is_told():
-    """Its prompts carry a date, which the record then names."""
+    """The date in its prompts is recorded."""
     assert is_dated(LLAMA3)
     assert not is_dated(CHATML)
 
 
 def test_a_template_gets_the_date_that_is_set():
-    """By the function that transformers gives it, and as the text that Llama 3.1 takes."""
+    """It is passed as strftime_now and, for Llama 3.1, as date_string."""
     text = render(LLAMA3, [USER], add_generation_prompt=False, today="2026-01-05", **TOKENS)
     assert "Today Date: 05 Jan 2026" in text
     asking = "{{ strftime_now('%Y/%m/%d') }} {{ date_string }}"
@@ -288,7 +288,7 @@ def test_a_template_gets_the_date_that_is_set():
 
 
 def test_syntax_can_be_checked_without_a_conversation():
-    """What does not compile is refused; what compiles is not rendered."""
+    """A template is compiled without being rendered."""
     check_syntax("{{ raise_exception('only when rendered') }}")
     with pytest.raises(DataError, match="is not a chat template"):
         check_syntax("{% for m in messages %}")

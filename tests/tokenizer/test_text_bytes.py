@@ -11,7 +11,7 @@ from mens_exp.tokenizer.implementations import HfTokenizer, VoxTokenizer
 from mens_exp.tokenizer.load import bits_per_byte, text_bytes
 
 TEXTS = ["def f(x):\n\treturn x", "héllo wörld", "日本語 🎉", "  two spaces", "▁"]
-# SentencePiece's form: pieces with ▁ for a space, bytes for what no piece has.
+# Like SentencePiece: ▁ for a space, and byte tokens for other characters.
 PIECES = ["<unk>", "▁", "▁de", "f", "é", *(f"<0x{byte:02X}>" for byte in range(256)), "(", "x"]
 
 
@@ -44,7 +44,7 @@ def counted(tokenizer, text):
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_byte_level_tokens_are_counted_to_the_byte(tmp_path, text):
-    """As UTF-8 itself counts, also where a token is a part of a character."""
+    """The total equals that of UTF-8, also if a token is part of a character."""
     sources.write_byte_level_tokenizer(tmp_path)
     tokenizer = HfTokenizer.from_directory(tmp_path)
     assert counted(tokenizer, text) == (len(text.encode()), None)
@@ -54,12 +54,12 @@ def test_byte_level_tokens_are_counted_to_the_byte(tmp_path, text):
 
 @pytest.mark.parametrize("text", ["def f(x", "é f", "日本語", "ünïcode"])
 def test_sentencepiece_tokens_are_counted_to_the_byte(tmp_path, text):
-    """A space is one byte, a byte token one, a piece its own text."""
+    """A space and a byte token are one byte each, and a piece has its own text."""
     assert counted(read(sentencepiece(), tmp_path), text) == (len(text.encode()), None)
 
 
 def test_control_tokens_stand_for_no_text(tmp_path):
-    """An end marker adds to the loss and nothing to the bytes; by itself there is no text."""
+    """An end marker adds to the loss but not to the bytes; alone it has no text."""
     tokenizer = read(sentencepiece(), tmp_path)
     end = tokenizer.core.token_to_id("</s>")
     assert counted(tokenizer, [*tokenizer.encode_all(["def"])[0], end]) == (3, None)
@@ -67,7 +67,7 @@ def test_control_tokens_stand_for_no_text(tmp_path):
 
 
 def test_unknown_tokens_have_unknown_bytes(tmp_path):
-    """Null with the reason, though the token is a control token as well."""
+    """The result is null with a reason, although the token is a control token too."""
     total, reason = counted(read(sentencepiece(fallback=False), tmp_path), "日")
     assert total is None
     assert "unknown token" in str(reason)
@@ -84,11 +84,11 @@ def test_other_vocabularies_do_not_tell(tmp_path):
 
 
 def test_vox_counts_ascii_and_compounds_and_knows_no_newline():
-    """`fn ` is one token of three bytes; a newline is its unknown token."""
+    """`fn ` is one token of three bytes; a newline is the unknown token."""
     assert counted(VoxTokenizer(), "fn f() -> x") == (11, None)
     assert counted(VoxTokenizer(), "fn f()\n")[0] is None
 
 
 def test_bits_per_byte_by_hand():
-    """Ten tokens of ln 2 nats each are ten bits; over twenty bytes half a bit each."""
+    """By hand: ten tokens of ln 2 nats are ten bits, over twenty bytes 0.5 each."""
     assert bits_per_byte(math.log(2), 10, 20) == pytest.approx(0.5)

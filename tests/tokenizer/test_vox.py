@@ -10,7 +10,7 @@ VOX = VoxTokenizer()
 
 
 def ids_by_definition(text):
-    """Encode place by place, as the specification is written."""
+    """Encode position by position, as in the specification."""
     data, ids, place = text.encode("utf-8", "surrogatepass"), [], 0
     while place < len(data):
         for index, compound in enumerate(VOX_COMPOUNDS):
@@ -26,7 +26,7 @@ def ids_by_definition(text):
 
 
 def test_vocabulary_has_131_ids():
-    """PAD, UNK, EOS, 95 printable characters and 33 compounds."""
+    """They are PAD, UNK, EOS, 95 printable characters and 33 compounds."""
     assert VOX_VOCAB_SIZE == 3 + 95 + 33 == 131
     assert VOX.last_id == 130
 
@@ -55,12 +55,12 @@ def test_vocabulary_has_131_ids():
     ],
 )
 def test_ids_are_those_of_the_specification(text, ids):
-    """Counted by hand: ASCII is code − 29, compounds count from 98 in list order."""
+    """By hand: ASCII is code - 29, and compounds count from 98 in the order of the list."""
     assert VOX.encode(text) == ids
 
 
 def test_list_order_wins_over_length():
-    """`@test` stands before no longer name, but `=>` stands before `==`: `==>` is `==`, `>`."""
+    """`@test` precedes no longer name, but `=>` precedes `==`, so `==>` is `==`, `>`."""
     assert VOX.encode("==>") == [114, 62 - 32 + 3]
     assert VOX.encode("=>=") == [110, 61 - 32 + 3]
     assert VOX.encode("<=>") == [116, 62 - 32 + 3]
@@ -73,25 +73,25 @@ compounded = st.lists(
 
 @given(compounded)
 def test_encoding_is_that_of_the_place_by_place_definition(text):
-    """On texts thick with compounds, characters of any script and control characters."""
+    """The texts have many compounds, characters of any script and control characters."""
     assert VOX.encode(text) == ids_by_definition(text)
 
 
 @given(st.text(st.characters(min_codepoint=32, max_codepoint=126)))
 def test_printable_ascii_comes_back(text):
-    """Compounds or not, decoding undoes encoding."""
+    """Printable ASCII round-trips, with or without compounds."""
     assert VOX.decode(VOX.encode(text)) == text
 
 
 @given(st.text())
 def test_no_id_lies_outside_the_vocabulary(text):
-    """Never under 1 nor over 130; PAD and EOS come from no text."""
+    """Ids of text are from 1 to 130, and never PAD or EOS."""
     assert set(VOX.encode(text)) <= set(range(1, 131)) - {2}
 
 
 @given(st.text())
 def test_what_is_lost_shows_as_replacement_characters(text):
-    """Each byte outside printable ASCII is one U+FFFD; everything else is as it was."""
+    """Each byte outside printable ASCII becomes one U+FFFD."""
     expected = "".join(
         chr(byte) if 32 <= byte <= 126 else "\ufffd" for byte in text.encode("utf-8")
     )
@@ -99,12 +99,12 @@ def test_what_is_lost_shows_as_replacement_characters(text):
 
 
 def test_decoding_drops_padding_and_end():
-    """0 and 2 vanish, 1 shows, and so does an id that only a filled-up table has."""
+    """0 and 2 are dropped; 1 and ids beyond the vocabulary are shown."""
     assert VOX.decode([0, 36, 2, 1, 0, 131]) == "A\ufffd\ufffd"
 
 
 def test_chatml_is_exact():
-    """No newline after the last end marker; the markers are one id each."""
+    """There is no newline after the last end marker, and markers are one id each."""
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     text = VOX.render(turns, add_generation_prompt=False)
     assert text == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>"
@@ -115,5 +115,5 @@ def test_chatml_is_exact():
 
 
 def test_batches_are_encoded_one_by_one():
-    """Nothing is shared between texts."""
+    """The texts of a batch are independent."""
     assert VOX.encode_all(["=", ">"]) == [[32], [33]]

@@ -10,7 +10,7 @@ from mens_exp.training.build import build_trainer, lightning_quiet
 
 
 class Record:
-    """As much of a run as building a trainer needs."""
+    """The parts of a run that building a trainer needs."""
 
     def __init__(self, path):
         self.dir = RunDir(path)
@@ -27,12 +27,12 @@ class Record:
         raise AssertionError
 
     def after_close(self, fn):
-        """Nothing is closed here."""
+        """Do nothing, as nothing needs closing."""
 
 
 @pytest.fixture
 def built(tmp_path, tiny_config):
-    """Build the trainer of a configuration of 10 steps."""
+    """Build the trainer of a configuration with 10 steps."""
     record = Record(tmp_path)
     was_deterministic = torch.are_deterministic_algorithms_enabled()
 

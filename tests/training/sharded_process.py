@@ -21,7 +21,7 @@ from mens_exp.training.distributed import averaged, joined, store_at
 
 
 def held(layers):
-    """Return bytes of every frozen weight of the decoder layers, as this process holds it."""
+    """Return the bytes of each frozen decoder weight that this process holds."""
     return {
         name: (weight.to_local() if isinstance(weight, DTensor) else weight).nbytes
         for name, weight in layers.named_parameters()
@@ -50,7 +50,7 @@ def main(port, number, file):
         hidden_MD = backend(given["batch"])
         objective = CrossEntropy(name="ce", chunk_tokens=16)
         loss = objective(hidden_MD, given["batch"].targets_M, backend.head)
-        # As of two micro-batches, of which the other process's counts three times as much.
+        # As for two micro-batches, where that of the other process has three times the weight.
         (loss.total * (1 + 2 * number)).backward()
         gradients = {n: p.grad for n, p in backend.trainable().items() if p.grad is not None}
         averaged(list(gradients.values()))

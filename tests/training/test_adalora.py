@@ -1,4 +1,4 @@
-"""Allocation of ranks while training: PEFT's own AdaLoRA, step by step; and what is refused."""
+"""Rank allocation during training, compared with PEFT's AdaLoRA step by step; refusals."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def of_peft(directory):
         tfinal=2,
         deltaT=2,
         total_step=STEPS,
-        task_type="CAUSAL_LM",  # without it, PEFT leaves its penalty out
+        task_type="CAUSAL_LM",  # otherwise PEFT leaves out its penalty
         target_modules=names,
     )
     with quiet():
@@ -54,7 +54,7 @@ def of_peft(directory):
 
 
 def pairs(backend, model):
-    """Return our parameter and PEFT's of each layer and part."""
+    """Return our parameter and PEFT's for each layer and part."""
     layers = dict(model.named_modules())
     return [
         (ours, getattr(layers[f"base_model.model.{one.path}"], PARTS[part])["default"])
@@ -64,7 +64,7 @@ def pairs(backend, model):
 
 
 def their_loss(model, documents):
-    """Return the mean loss, and PEFT's own penalty, which it adds to each document's loss."""
+    """Return the mean loss, with the penalty that PEFT adds to each document's loss."""
     total, count, penalty = 0.0, 0, None
     for start, end in pairwise(documents.offsets.tolist()):
         ids = torch.from_numpy(documents.ids[None, start:end]).long()
@@ -87,7 +87,7 @@ def our_loss(backend, documents):
 def test_steps_and_ranks_are_those_of_a_loop_over_peft(
     tiny_backend, tiny_config, tiny_base, documents
 ):
-    """All steps of a run: before, while and after ranks are taken away."""
+    """All steps of a run agree: before, during and after the reduction of ranks."""
     settings = (*DENSE, *SIZES, *WHEN)
     backend = tiny_backend(*settings).train()
     model = of_peft(tiny_base.directory)
@@ -119,12 +119,12 @@ def test_steps_and_ranks_are_those_of_a_loop_over_peft(
         assert sum(int((one == 0).sum()) for one, _ in pairs(backend, model)) == zeros[-1]
     many = len(backend.modules_chosen)
     assert zeros[0] == 0
-    assert zeros[-1] == many * 3  # ranks of 6, of which 3 are left on average
-    assert len({int((one == 0).sum()) for one in factors}) > 1  # and not in each layer
+    assert zeros[-1] == many * 3  # initial rank 6, of which 3 remain on average
+    assert len({int((one == 0).sum()) for one in factors}) > 1  # but not in each layer
 
 
 def test_a_state_continues_with_the_same_steps(tiny_backend, tiny_config, documents):
-    """Averages and masks; another allocation of the same weights takes the same ranks away."""
+    """With the saved averages and masks the same ranks are removed."""
     settings = (*DENSE, *SIZES, *WHEN)
 
     def trained(stop):
@@ -155,7 +155,7 @@ def test_a_state_continues_with_the_same_steps(tiny_backend, tiny_config, docume
 
 
 def test_a_run_ends_with_the_ranks_that_it_was_asked_for(train_in, tmp_path):
-    """Four steps, numbered from 0: the last one leaves 4 of 12 ranks to each layer on average."""
+    """After four steps, numbered from 0, 4 of 12 ranks per layer remain on average."""
     run = train_in(tmp_path / "run", "lora=adalora", "lora.target_r=4", "lora.settle_steps=1")
     _, tensors = read_adapter(run.adapter)
     factors = [values for name, values in tensors.items() if name.endswith("_e")]
@@ -164,7 +164,7 @@ def test_a_run_ends_with_the_ranks_that_it_was_asked_for(train_in, tmp_path):
 
 
 def test_the_plan_counts_what_is_kept_of_each_value(tiny_backend, tiny_config, documents):
-    """Its importance and two averages of it, after a step; a state has the averages."""
+    """By hand: importance and two averages per value after a step; the state has the averages."""
     config, backend = tiny_config(*DENSE, *SIZES), tiny_backend(*DENSE, *SIZES).train()
     ranks = RankAllocation(config.lora, backend.trainable(), total_steps=STEPS)
     our_loss(backend, documents).backward()
@@ -180,7 +180,7 @@ def test_the_plan_counts_what_is_kept_of_each_value(tiny_backend, tiny_config, d
     )
     plain = tiny_config("backend=lora", "quant=none", "lora.r=6")
     sizes = [disk(one, backend.shape, Path(), 10).checkpoint for one in (config, plain)]
-    factors = 4 * 6 * len(backend.modules_chosen)  # and two moments of each
+    factors = 4 * 6 * len(backend.modules_chosen)  # and two moments each
     assert sizes[0] - sizes[1] == averages + 3 * factors
 
 
@@ -195,12 +195,12 @@ def test_the_plan_counts_what_is_kept_of_each_value(tiny_backend, tiny_config, d
     ],
 )
 def test_what_leaves_nothing_to_allocate_is_refused(overrides, where, tiny_config):
-    """Before anything is loaded."""
+    """The error comes before anything is loaded."""
     assert where in {one.where for one in problems_of(tiny_config("lora=adalora", *overrides))}
 
 
 def test_a_run_of_too_few_steps_is_refused(train_in, tmp_path, capsys):
-    """Where only the rows say how many steps there are, before the model is loaded."""
+    """If only the rows determine the number of steps, the error comes before loading the model."""
     epoch = ("trainer.max_steps=null", "trainer.max_epochs=1", "checkpoint.every_n_steps=1")
     words = ("lora=adalora", *epoch, "lora.allocate_after_steps=3", "lora.settle_steps=3")
     run = train_in(tmp_path / "run", *words, code=2)

@@ -12,7 +12,7 @@ STATE = {"adapter": {"l0.q.lora_a": torch.arange(6.0).view(2, 3)}, "step": 7}
 
 
 def test_a_checkpoint_reads_back_as_it_was_written(tmp_path):
-    """Under the safe loader too; missing parent folders are made."""
+    """It loads with weights_only; missing parent directories are created."""
     path = tmp_path / "checkpoints" / "step.ckpt"
     AtomicCheckpointIO().save_checkpoint(STATE, path)
     read = AtomicCheckpointIO().load_checkpoint(path, weights_only=True)
@@ -21,13 +21,13 @@ def test_a_checkpoint_reads_back_as_it_was_written(tmp_path):
 
 
 def test_a_path_may_be_a_string(tmp_path):
-    """Lightning hands over either."""
+    """Lightning passes either a path or a string."""
     AtomicCheckpointIO().save_checkpoint(STATE, str(tmp_path / "step.ckpt"))
     assert (tmp_path / "step.ckpt").is_file()
 
 
 def test_a_write_that_fails_leaves_the_earlier_checkpoint(tmp_path, monkeypatch):
-    """A full disk costs the new file and no other, and no temporary remains."""
+    """If the disk is full, the earlier file stays and no temporary file remains."""
     path = tmp_path / "step.ckpt"
     AtomicCheckpointIO().save_checkpoint(STATE, path)
     before = path.read_bytes()
@@ -43,7 +43,7 @@ def test_a_write_that_fails_leaves_the_earlier_checkpoint(tmp_path, monkeypatch)
 
 
 def test_a_checkpoint_that_was_written_over_is_refused(tmp_path):
-    """One bit of a tensor, which torch.load reads without a word."""
+    """A flipped bit in a tensor, which torch.load does not detect, is refused."""
     path, plugin = tmp_path / "step_00000001.ckpt", AtomicCheckpointIO()
     plugin.save_checkpoint({"weights": torch.ones(1000)}, path)
     content = bytearray(path.read_bytes())
@@ -56,7 +56,7 @@ def test_a_checkpoint_that_was_written_over_is_refused(tmp_path):
 
 
 def test_what_cannot_be_saved_leaves_no_file(tmp_path):
-    """Serialising comes before the first byte on disk."""
+    """Serialization happens before the first byte is written."""
     with pytest.raises((AttributeError, TypeError), match="lambda"):
         AtomicCheckpointIO().save_checkpoint({"fn": lambda: None}, tmp_path / "step.ckpt")
     assert list(tmp_path.iterdir()) == []

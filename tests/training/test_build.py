@@ -22,13 +22,13 @@ def names(trainer):
     [("auto", False, "cpu"), ("auto", True, "cuda"), ("cpu", True, "cpu"), ("gpu", True, "cuda")],
 )
 def test_the_device_is_the_one_asked_for_or_the_best(monkeypatch, accelerator, has_gpu, chosen):
-    """Auto takes a GPU where there is one."""
+    """With auto a GPU is used if there is one."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     assert device_of(accelerator).type == chosen
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
-    """To train on the CPU instead would be another run."""
+    """Training on the CPU instead would be another run."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SetupError, match="no CUDA device is usable"):
         device_of("gpu")
@@ -37,7 +37,7 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
 def test_the_default_callbacks_are_there_and_the_checkpoint_is_last(
     built,
 ):
-    """Whatever belongs to a step has happened when its checkpoint is written."""
+    """The checkpoint is written last, after all other callbacks of its step."""
     assert names(built()) == [
         "LoggerFeed",
         "ManifestFacts",
@@ -54,28 +54,28 @@ def test_the_default_callbacks_are_there_and_the_checkpoint_is_last(
 
 
 def test_callbacks_can_be_chosen(built):
-    """Lightning adds none of its own in place of what was left out."""
+    """Lightning adds no default callback in place of one left out."""
     minimal = built("callbacks=minimal")
     assert names(minimal)[1:-1] == ["ManifestFacts", "Digests", "TelemetryWriter", "AdapterWriter"]
     assert "Progress" not in names(built("~callbacks.progress"))
 
 
 def test_the_best_adapter_is_put_back_before_it_is_written(built):
-    """Whoever selects comes first, and is there only when asked for."""
+    """BestAdapter comes first after the record, and only if requested."""
     found = names(built("adapter.select=best", "trainer.val_check_interval=4"))
     assert found[1] == "BestAdapter"
     assert "BestAdapter" not in names(built())
 
 
 def test_settings_reach_the_callback(built):
-    """A YAML key is an argument of the class."""
+    """Each YAML key is an argument of the class."""
     trainer = built("callbacks.memory.trim_every_n_steps=7")
     (memory,) = (one for one in trainer.callbacks if type(one).__name__ == "MemoryWatch")
     assert memory.trim_every_n_steps == 7
 
 
 def test_the_record_is_told_before_the_users_loggers(built):
-    """And yet `trainer.logger`, Lightning's first, is the user's where there is one."""
+    """`trainer.logger`, Lightning's first, is the user's logger if there is one."""
     bare, both = built(), built("logger=[csv,wandb]")
     assert [type(one).__name__ for one in bare.loggers] == ["RecordLogger"]
     assert bare.logger is bare.loggers[0]
@@ -86,7 +86,7 @@ def test_the_record_is_told_before_the_users_loggers(built):
 
 
 def test_cpu_runs_are_deterministic_unless_told_otherwise(built):
-    """The same command then gives the same bytes."""
+    """The same command gives the same bytes."""
     built()
     assert torch.are_deterministic_algorithms_enabled()
     built("trainer.deterministic=false")
@@ -94,7 +94,7 @@ def test_cpu_runs_are_deterministic_unless_told_otherwise(built):
 
 
 def test_trainer_settings_are_lightnings_own(built):
-    """Clipping, accumulation, and validation every so many micro-batches or never."""
+    """Clipping, accumulation and validation every n micro-batches, or never, are passed on."""
     trainer = built(
         "trainer.gradient_clip_val=0.5",
         "trainer.accumulate_grad_batches=3",
@@ -110,7 +110,7 @@ def test_trainer_settings_are_lightnings_own(built):
 
 
 def test_quiet_hides_lightnings_notices_and_ends_with_its_block():
-    """Errors, and other warnings, still come through."""
+    """Errors and other warnings are still shown."""
     logger = logging.getLogger("lightning.pytorch")
     level = logger.level
     with lightning_quiet():
@@ -123,10 +123,10 @@ def test_quiet_hides_lightnings_notices_and_ends_with_its_block():
 
 
 def test_a_trainer_leaves_signals_to_the_run(built):
-    """Lightning's handler of SIGTERM would broadcast from inside the signal, and wait for ever."""
+    """Lightning's SIGTERM handler would broadcast inside the handler and hang."""
     before = signal.getsignal(signal.SIGTERM)
     try:
-        built()._signal_connector.register_signal_handlers()  # as `fit` does
+        built()._signal_connector.register_signal_handlers()  # as `fit` calls it
         assert signal.getsignal(signal.SIGTERM) is before
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -12,12 +12,12 @@ from mens_exp.training.contract_probe import preserve_state
 
 
 def states():
-    legacy = np.random.get_state()  # the global one
+    legacy = np.random.get_state()  # the global generator
     return [torch.get_rng_state().tolist(), legacy[1].tolist(), random.getstate()]
 
 
 def test_a_block_leaves_modes_gradients_and_generators_as_they_were():
-    """Whatever is drawn, accumulated or switched inside, and dropout is off there."""
+    """Random state, gradients and modes are restored, and dropout is off inside."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.5), torch.nn.ReLU())
     model[2].eval()
     model[0].weight.grad = torch.ones(3, 3)
@@ -25,8 +25,8 @@ def test_a_block_leaves_modes_gradients_and_generators_as_they_were():
     with preserve_state(model):
         assert [module.training for module in model] == [True, False, False]
         model(torch.rand(2, 3)).sum().backward()
-        np.random.rand(5)  # the global one, which others may use
-        random.random()  # no secret
+        np.random.rand(5)  # the global generator, which other code may use
+        random.random()  # not a secret
         model.train()
         torch.use_deterministic_algorithms(not deterministic)
     assert [module.training for module in model] == [True, True, False]
@@ -45,7 +45,7 @@ def losses(run):
     "overrides", [(), ("data.packing=false", "data.micro_batch_size=2"), ("backend=full",)]
 )
 def test_a_run_with_the_probe_trains_bit_for_bit_as_without(train_in, tmp_path, overrides):
-    """Dropout included; a run without the probe says why it has none."""
+    """This includes dropout; a run without the probe records why it has none."""
     with_it, without = (
         train_in(tmp_path / name, *overrides, f"data.contract.probe={name}")
         for name in ("true", "false")
@@ -63,7 +63,7 @@ def test_a_run_with_the_probe_trains_bit_for_bit_as_without(train_in, tmp_path, 
 
 
 def test_a_resumed_run_keeps_its_certificate(train_in, tmp_path, monkeypatch):
-    """It is not tried again: training goes on from where it was."""
+    """The probe is not repeated when training resumes."""
     from mens_exp import cli
     from mens_exp.training import contract_probe
 
@@ -87,7 +87,7 @@ def test_a_resumed_run_keeps_its_certificate(train_in, tmp_path, monkeypatch):
     ],
 )
 def test_every_backend_is_within_tolerance(train_in, tmp_path, overrides):
-    """What differs by rounding alone is far from what is refused."""
+    """Differences by rounding are far below the limit."""
     node = Manifest.read(train_in(tmp_path / "run", *overrides).manifest).data_contract
     assert node is not None
     probe = node["probe"]
@@ -98,7 +98,7 @@ def test_every_backend_is_within_tolerance(train_in, tmp_path, overrides):
 
 
 def test_a_refused_run_is_refused_again_when_it_goes_on(train_in, tmp_path):
-    """What was refused is no certificate to go on with."""
+    """A refused probe is no certificate for the resumed run."""
     from mens_exp import cli
 
     run = train_in(tmp_path / "run", "data.contract.min_supervised_frac=0.99", code=4)

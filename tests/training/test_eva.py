@@ -1,4 +1,4 @@
-"""A start from the inputs of layers: PEFT's own EVA on the same rows, and what it refuses."""
+"""Initialization from layer inputs, compared with PEFT's EVA on the same rows; refusals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MANY = 3
 
 
 def stream(documents, *, packing):
-    """Return the micro-batches of two documents each, in order."""
+    """Return the micro-batches, of two documents each, in order."""
     make = packed_batch if packing else padded_batch
     extra = {} if packing else {"pad_id": 0}
     blocks = [[[2 * n], [2 * n + 1]] for n in range(MANY)]
@@ -32,7 +32,7 @@ def stream(documents, *, packing):
 
 
 def rows(documents):
-    """Return the same for transformers: ids, mask and labels, padded on the right."""
+    """Return the same batches for transformers: ids, mask and labels, padded on the right."""
     found = []
     for n in range(MANY):
         spans = [documents.offsets[2 * n + k : 2 * n + k + 2] for k in range(2)]
@@ -54,7 +54,7 @@ def documents(random_documents):
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_matrices_are_those_of_peft_s_eva(packing, tiny_backend, tiny_base, documents):
-    """On transformers' model, with padding; without moving ranks, which is `rho=1`."""
+    """PEFT runs on transformers' model with padding and `rho=1`, which keeps the ranks."""
     from peft import EvaConfig, LoraConfig, get_peft_model, initialize_lora_eva_weights
     from transformers import AutoModelForCausalLM
 
@@ -85,7 +85,7 @@ def test_matrices_are_those_of_peft_s_eva(packing, tiny_backend, tiny_base, docu
 
 
 def test_the_first_direction_is_that_of_all_inputs(tiny_backend, tiny_base, documents):
-    """A singular value decomposition in f64 of what transformers' own layer reads."""
+    """The oracle is a float64 SVD of what transformers' own layer reads."""
     from transformers import AutoModelForCausalLM
 
     backend = tiny_backend(*EVA)
@@ -108,7 +108,7 @@ def test_the_first_direction_is_that_of_all_inputs(tiny_backend, tiny_base, docu
 
 
 def test_directions_that_do_not_settle_end_the_run(tiny_backend, documents, monkeypatch):
-    """PEFT would go on for ever, as it would where no micro-batch has enough tokens."""
+    """PEFT would loop forever, as it would if no micro-batch has enough tokens."""
     monkeypatch.setattr(eva, "_MOST", 1)
     backend = tiny_backend(*EVA)
     with pytest.raises(TrainingError, match="do not converge"):
@@ -126,7 +126,7 @@ def test_directions_that_do_not_settle_end_the_run(tiny_backend, documents, monk
     ],
 )
 def test_what_has_no_such_start_is_refused(overrides, where, tiny_config):
-    """Before anything is loaded."""
+    """The error comes before anything is loaded."""
     config = tiny_config("lora.init=eva", "lora.r=4", *overrides)
     assert where in {one.where for one in problems_of(config)}
     assert problems_of(tiny_config("lora.init=eva", "lora.r=4")) == []
@@ -137,7 +137,7 @@ def test_what_has_no_such_start_is_refused(overrides, where, tiny_config):
     [(["lora.r=33"], "lora.r"), (["lora.r=4", "lora.targets=[lm_head]"], "lora.init")],
 )
 def test_layers_that_cannot_start_so_are_refused(overrides, where, tiny_config):
-    """The head, and ranks beyond half of the inputs, of which there are 64."""
+    """The head is refused, and so is a rank above half of the 64 inputs."""
     found = preflight(tiny_config("lora.init=eva", *overrides))
     assert where in {one.where for one in found}
     assert where not in {one.where for one in preflight(tiny_config("lora.init=eva", "lora.r=32"))}

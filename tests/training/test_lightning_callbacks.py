@@ -1,4 +1,4 @@
-"""Callbacks as Lightning and W&B document them, each tried on a run of ours."""
+"""Callbacks from the documentation of Lightning and W&B, each run with ours."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mens_exp.report import summary
 from mens_exp.tasks.study_runs import read_study
 
 LIGHTNING = "lightning.pytorch.callbacks."
-# Names of options, and what Lightning's own docstrings construct.
+# Names of options, and what Lightning's docstrings construct.
 DOCUMENTED = {
     "lr_monitor": "LearningRateMonitor\nlogging_interval: step",
     "device_stats": "DeviceStatsMonitor",
@@ -27,7 +27,7 @@ DOCUMENTED = {
     "early_stopping_theirs": "EarlyStopping\nmonitor: val/loss",
     "model_checkpoint": "ModelCheckpoint\nmonitor: val/loss",
 }
-# "Logging" of Lightning's docs, the docstrings of its WandbLogger, and W&B's own `run.log`.
+# From "Logging" in Lightning's docs, the docstrings of WandbLogger, and W&B's `run.log`.
 CODE = """
 import numpy as np
 from lightning import Callback
@@ -73,7 +73,7 @@ class Media(Callback):
 
 @pytest.fixture
 def lab(tmp_path, monkeypatch, train_in):
-    """Train in a directory with a `conf` of these callbacks."""
+    """Train in a directory with these callbacks in its `conf`."""
     module = f"lab_{tmp_path.name}".replace("-", "_")
     (tmp_path / f"{module}.py").write_text(CODE, "utf-8")
     folder = tmp_path / "conf" / "callbacks"
@@ -89,7 +89,7 @@ def lab(tmp_path, monkeypatch, train_in):
 
 
 def logged(run, *, condition=None):
-    """What callbacks logged: (step, name) -> values, in the order they came."""
+    """Return the logged values by (step, name), in order."""
     found = {}
     for event in read_events(run.telemetry):
         payload = event["payload"]
@@ -100,7 +100,7 @@ def logged(run, *, condition=None):
 
 
 def test_metrics_of_callbacks_are_in_the_scorecard(lab):
-    """As in the manifest, and as they follow from the telemetry."""
+    """Their values equal those in the manifest and those that follow from the telemetry."""
     run = lab("callbacks=[default,logs]", "suite=heldout_syntax", "suite.items=1")
     found = Scorecard.read(run.scorecard).metrics
     assert (found["my_metric"], found["probe/recall"]) == (4.0, 1.0)
@@ -111,7 +111,7 @@ def test_metrics_of_callbacks_are_in_the_scorecard(lab):
 
 
 def test_what_documented_callbacks_log_is_in_telemetry_report_and_wandb(lab, mirrored, monkeypatch):
-    """Under the step in which it was logged, whatever Lightning counts it by."""
+    """Each value is logged under its step, whatever counter Lightning uses."""
     summaries = []
     show = staticmethod(lambda rows, *_, **__: summaries.append(dict(rows)))
     monkeypatch.setattr(ModelSummary, "summarize", show)
@@ -128,7 +128,7 @@ def test_what_documented_callbacks_log_is_in_telemetry_report_and_wandb(lab, mir
     assert (found[4, "key"], found[4, "nested.value"]) == ([7.0], [8.0])
     assert all("Params" in one for one in summaries)
     assert len(summaries) == 1
-    assert len([*(run.path / "lightning").rglob("*.ckpt")]) == 1  # of its ModelCheckpoint
+    assert len([*(run.path / "lightning").rglob("*.ckpt")]) == 1  # of Lightning's ModelCheckpoint
 
     manifest = Manifest.read(run.manifest)
     assert manifest.results["metrics"]["probe/recall"] == 1.0
@@ -147,7 +147,7 @@ def test_what_documented_callbacks_log_is_in_telemetry_report_and_wandb(lab, mir
     assert "samples (Image), texts (Table)" in page
     pairs = {pair.label: pair for pair in summary.pairs(summary.load(run))}
     assert (pairs["probe/recall"].tuned.text, pairs["probe/recall"].unit) == ("1", "share")
-    assert "my_metric" not in pairs  # nobody says which way is better
+    assert "my_metric" not in pairs  # no direction is declared
 
     rows = mirrored(run)
     history = [row["history"]["item"] for row in rows if row["type"] == "history"]
@@ -177,7 +177,7 @@ def test_without_a_logger_telemetry_has_what_callbacks_log(lab):
 
 @pytest.mark.parametrize("loggers", ["none", "wandb", "[wandb,csv]"])
 def test_what_a_logger_is_called_with_is_in_telemetry_and_in_all_loggers(lab, mirrored, loggers):
-    """As Lightning's docs call `self.logger`; each number once."""
+    """Calls of `self.logger` as in Lightning's docs log each number once."""
     run = lab("callbacks=[default,direct]", f"logger={loggers}")
     found = logged(run)
     assert (found[4, "direct"], found[4, "said"]) == ([3.5], [2.5])
@@ -196,7 +196,7 @@ def test_what_a_logger_is_called_with_is_in_telemetry_and_in_all_loggers(lab, mi
         assert "tried: 7" in (file.parent / "hparams.yaml").read_text("utf-8")
 
 
-# The callbacks of Lightning that change what a run promises: the promise, and what to do instead.
+# Lightning's callbacks that change what a run promises: the promise and the alternative.
 REFUSED = {
     "BatchSizeFinder": ("It plans before it spends", "data.micro_batch_size"),
     "LearningRateFinder": ("What ran is what you asked for", "-m optim.lr"),
@@ -212,7 +212,7 @@ REFUSED = {
 
 
 def test_a_callback_that_would_break_a_promise_is_refused_by_its_name(tmp_path, monkeypatch):
-    """Before a weight is read, with what to do instead."""
+    """The error, before a weight is read, says what to use instead."""
     folder = tmp_path / "conf" / "callbacks"
     folder.mkdir(parents=True)
     for number, text in enumerate(REFUSED):
@@ -228,7 +228,7 @@ def test_a_callback_that_would_break_a_promise_is_refused_by_its_name(tmp_path, 
 
 
 def test_a_misspelled_metric_is_answered_with_the_near_name(lab, tmp_path, capsys):
-    """In `self.log` as in `module.record`; the run ends with it, and says how to insist."""
+    """For `self.log` and `module.record`, the run ends and says how to log it anyway."""
     file = next(tmp_path.glob("lab_*.py"))
     file.write_text(CODE.replace('"my_metric"', '"train/los"'), "utf-8")
     run = lab("callbacks=[default,logs]", code=2)
@@ -242,7 +242,7 @@ MONITORS = f"_target_: {LIGHTNING}{{}}\nmonitor: {{}}\n"
 
 
 def problems_of(folder, *callbacks):
-    """What is wrong with options of these texts, beside the default callbacks."""
+    """Return the problems of options with these texts, beside the default callbacks."""
     for number, text in enumerate(callbacks):
         (folder / f"watching_{number}.yaml").write_text(text, "utf-8")
     names = [f"watching_{number}" for number in range(len(callbacks))]
@@ -254,17 +254,17 @@ def problems_of(folder, *callbacks):
 @pytest.mark.parametrize(
     ("monitor", "near"),
     [
-        ("val_loss", "val/loss"),  # as Lightning's docs call theirs
+        ("val_loss", "val/loss"),  # written as in Lightning's docs
         ("val/los", "val/loss"),
         ("eval_loss", "val/loss"),
-        ("train/loss", None),  # of a step; Lightning is shown validations
+        ("train/loss", None),  # logged per step; Lightning monitors validations
         ("nothing", None),
     ],
 )
 def test_a_metric_to_monitor_that_no_run_has_is_told_before_training(
     own_conf, callback, monitor, near
 ):
-    """Lightning would say so at the first validation."""
+    """Lightning itself would report it only at the first validation."""
     (problem,) = problems_of(own_conf, MONITORS.format(callback, monitor))
     assert problem.where == "callbacks.watching_0.monitor"
     assert "val/loss" in str(problem)
@@ -283,20 +283,20 @@ def test_a_metric_to_monitor_that_no_run_has_is_told_before_training(
             MONITORS.format("ModelCheckpoint", "lr-AdamW"),
             f"_target_: {LIGHTNING}LearningRateMonitor",
         ),
-        # A callback of one's own may log anything that is none of ours, as Lightning's docs do.
+        # A user's callback may log any name that is not ours, as Lightning's docs do.
         (MONITORS.format("EarlyStopping", "val_loss"), "_target_: seen_{module}.Mine\n"),
         (MONITORS.format("EarlyStopping", "recall"), "_target_: seen_{module}.Mine\n"),
         (MONITORS.format("EarlyStopping", "probe/seen"), "_target_: seen_{module}.Mine\n"),
     ],
 )
 def test_a_metric_that_may_be_logged_is_monitored(own_conf, texts):
-    """Only what is known to be absent is refused."""
+    """Only a metric that is known to be absent is refused."""
     module = own_conf.parents[1].name.replace("-", "_")
     assert problems_of(own_conf, *(text.replace("{module}", module) for text in texts)) == []
 
 
 def test_beside_callbacks_of_ones_own_a_misspelling_is_still_told(own_conf):
-    """Of a metric of ours, and of one that a callback declares."""
+    """Both our metrics and those that a callback declares are known."""
     module = own_conf.parents[1].name.replace("-", "_")
     found = problems_of(
         own_conf,
@@ -314,7 +314,7 @@ def test_beside_callbacks_of_ones_own_a_misspelling_is_still_told(own_conf):
 
 @pytest.fixture
 def own_conf(tmp_path, monkeypatch):
-    """The folder of callbacks in ./conf, beside a module with one that logs."""
+    """Write ./conf callbacks, and a module with a callback that logs."""
     module = f"seen_{tmp_path.name}".replace("-", "_")
     (tmp_path / f"{module}.py").write_text(
         "from lightning import Callback\n"
@@ -331,7 +331,7 @@ def own_conf(tmp_path, monkeypatch):
 
 
 def test_every_figure_of_a_validation_can_be_monitored(lab, tmp_path):
-    """The best point by bits per byte is that of telemetry."""
+    """Selecting by bits per byte gives the same step as the telemetry."""
     folder = tmp_path / "conf" / "callbacks"
     text = MONITORS.format("ModelCheckpoint", "val/bits_per_byte") + "save_weights_only: true\n"
     (folder / "model_checkpoint.yaml").write_text(text, "utf-8")
@@ -340,7 +340,7 @@ def test_every_figure_of_a_validation_can_be_monitored(lab, tmp_path):
 
 
 def test_lightning_s_refusal_is_no_bug_of_ours(lab, tmp_path, capsys):
-    """An early stopping on a metric that a callback might have logged, say."""
+    """An early stopping on a metric that was never logged, for example."""
     file = tmp_path / "conf" / "callbacks" / "early_stopping_theirs.yaml"
     file.write_text(f"_target_: {LIGHTNING}EarlyStopping\nmonitor: nothing\n", "utf-8")
     lab("callbacks=[default,logs,early_stopping_theirs]", code=2)
@@ -350,7 +350,7 @@ def test_lightning_s_refusal_is_no_bug_of_ours(lab, tmp_path, capsys):
 
 
 def test_a_bug_in_code_of_the_users_is_said_to_be_there(lab, tmp_path, capsys):
-    """By its file; a bug of ours is said to be ours."""
+    """The message names the user's file; an error in our code is reported as ours."""
     file = next(tmp_path.glob("lab_*.py"))
     file.write_text(CODE.replace('self.log("val_acc", 0.25)', "1 / 0"), "utf-8")
     lab("callbacks=[default,logs]", code=1)

@@ -22,7 +22,7 @@ from mens_exp.training.loggers import MirrorLogger
 
 
 def test_csv_holds_every_steps_metrics_and_the_settings(train_in, tmp_path):
-    """What telemetry has, in Lightning's file; hyperparameters by dotted path."""
+    """Lightning's file has the values of the telemetry; hyperparameters use dotted paths."""
     run = train_in(tmp_path / "run", "logger=csv", "logger.flush_every_n_steps=1")
     with (run.csv / "attempt_1" / "metrics.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
@@ -39,7 +39,7 @@ def test_csv_holds_every_steps_metrics_and_the_settings(train_in, tmp_path):
 
 
 def test_csv_holds_the_scorecards_of_training(train_in, tmp_path):
-    """In the row of their step, and in no other."""
+    """They are in the row of their step only."""
     run = train_in(
         tmp_path / "run",
         *("logger=csv", "suite=heldout_syntax", "suite.max_new_tokens=64"),
@@ -56,7 +56,7 @@ def test_csv_holds_the_scorecards_of_training(train_in, tmp_path):
 
 
 def test_a_resumed_run_keeps_the_rows_of_the_attempt_before(train_in, tmp_path):
-    """Lightning's logger would overwrite its file; each attempt has one."""
+    """Lightning's logger would overwrite its file, so each attempt has its own."""
     from mens_exp import cli
 
     run = train_in(tmp_path / "run", "logger=csv", "trainer.max_steps=2")
@@ -70,9 +70,9 @@ def test_a_resumed_run_keeps_the_rows_of_the_attempt_before(train_in, tmp_path):
     importlib.util.find_spec("tensorboard") is None,
     reason="tensorboard is missing: pip install 'mens-exp[tensorboard]'",
 )
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what tensorboard is made of
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # dependencies of tensorboard
 def test_tensorboard_reads_every_steps_loss(train_in, tmp_path):
-    """Its own reader finds the series."""
+    """TensorBoard's own reader is the oracle."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run = train_in(tmp_path / "run", "logger=tensorboard")
@@ -110,7 +110,7 @@ class NeverStarts(CSVLogger):
 
 @pytest.fixture
 def lab(tmp_path, monkeypatch, train_in):
-    """Train in a directory with options of its own for the group `logger`."""
+    """Train in a directory with its own options of the group `logger`."""
     folder = tmp_path / "conf" / "logger"
     folder.mkdir(parents=True)
     module = f"sinks_{tmp_path.name}"
@@ -138,9 +138,9 @@ def steps_of(run):
     importlib.util.find_spec("mlflow") is None,
     reason="mlflow is missing: pip install mlflow-skinny",
 )
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of mlflow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # for mlflow
 def test_mlflow_on_a_local_store_has_every_step_beside_csv(lab, tmp_path):
-    """Read by MLflow's own client: settings, curves, KPIs, and how the run ended."""
+    """MLflow's own client reads settings, curves, KPIs and the final status."""
     from mlflow.tracking import MlflowClient
 
     run = lab("logger=both", "logger.csv.flush_every_n_steps=1")
@@ -152,7 +152,7 @@ def test_mlflow_on_a_local_store_has_every_step_beside_csv(lab, tmp_path):
     losses = client.get_metric_history(found.info.run_id, "val/loss")
     assert [one.step for one in losses] == [0, 4]
     assert found.data.params["optim.lr"] == "0.001"
-    assert "chat.max_new_tokens" not in found.data.params  # of a task that is not run
+    assert "chat.max_new_tokens" not in found.data.params  # of another task
     assert found.data.metrics["tuned/val_loss"] == losses[-1].value
     assert found.info.status == "FINISHED"
     rows = rows_of(run.csv / "attempt_1" / "metrics.csv")
@@ -164,7 +164,7 @@ COMET = "_target_: lightning.pytorch.loggers.CometLogger\nproject: ranks\n"
 
 @pytest.mark.soak
 def test_an_offline_archive_of_comet_has_every_step(tmp_path, tiny_run):
-    """Its package is installed beside ours, since it is 65 MB; the archive is read without it."""
+    """The archive is read without comet_ml, whose 65 MB are installed separately."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(tmp_path / "comet")]
     constraints = Path(__file__).parents[2] / "constraints.txt"
     subprocess.run([*pip, "--constraint", str(constraints), "comet-ml"], check=True)
@@ -189,7 +189,7 @@ def test_an_offline_archive_of_comet_has_every_step(tmp_path, tiny_run):
 
 
 def test_comet_that_lightning_would_switch_off_is_refused(tiny_config, monkeypatch):
-    """Silence would lose every figure of the run."""
+    """All metrics of the run would be lost silently."""
     monkeypatch.setattr(machine, "find_spec", lambda _name: object())
     config = tiny_config("logger=csv")
     comet = "lightning.pytorch.loggers.CometLogger"
@@ -201,7 +201,7 @@ def test_comet_that_lightning_would_switch_off_is_refused(tiny_config, monkeypat
 
 
 def test_a_logger_that_fails_later_is_left_alone_and_recorded(lab):
-    """Training goes on, the others have every step, and it has those before the failure."""
+    """Training continues; other loggers have every step, the failed one those before."""
     run = lab("logger=[breaks,csv]", "logger.csv.flush_every_n_steps=1")
     assert [payload["step"] for payload in steps_of(run)] == [1, 2, 3, 4]
     failed = [e["payload"] for e in read_events(run.telemetry) if e["event"] == "sink_failed"]
@@ -213,7 +213,7 @@ def test_a_logger_that_fails_later_is_left_alone_and_recorded(lab):
 
 
 def test_a_logger_that_does_not_start_ends_the_run_with_a_remedy(lab, capsys):
-    """Before anything is trained."""
+    """The error comes before training."""
     lab("logger=neverstarts", code=3)
     told = " ".join(capsys.readouterr().err.split())
     assert "logger=neverstarts: the logger did not start" in told
@@ -231,13 +231,13 @@ def test_a_logger_that_does_not_start_ends_the_run_with_a_remedy(lab, capsys):
     ],
 )
 def test_a_mistake_about_several_loggers_is_told(override, told):
-    """Each has its keys under its own name."""
+    """The keys of each logger are under its own name."""
     (problem,) = check(["logger=[wandb,csv]", override]).problems
     assert told in str(problem)
 
 
 def test_several_loggers_read_back_as_they_were_chosen(tmp_path):
-    """From the run's own config.yaml, with the classes of each."""
+    """The run's config.yaml restores each logger with its class."""
     (cell,) = check(["logger=[wandb,csv]", "logger.wandb.tags=[a]"]).cells
     file = tmp_path / "config.yaml"
     file.write_text(to_yaml(cell.composed.values), "utf-8")
@@ -246,7 +246,7 @@ def test_several_loggers_read_back_as_they_were_chosen(tmp_path):
 
 
 def test_a_missing_tensorboard_names_the_extra(tiny_config, monkeypatch):
-    """Before a weight is read; with it, nothing is said."""
+    """The error comes before a weight is read; if it is installed, there is none."""
     config = tiny_config("logger=tensorboard")
     monkeypatch.setattr(machine, "find_spec", lambda _name: object())
     assert list(machine.check_logger(config)) == []
@@ -264,6 +264,6 @@ def test_a_loggers_settings_are_its_own():
 
 
 def test_a_model_cannot_be_watched_by_the_mirror():
-    """W&B's hooks would fail in the middle of a backward pass; the way out is told first."""
+    """W&B's hooks would fail in a backward pass; the error says so and gives an alternative."""
     with pytest.raises(RequestError, match=r"WandbLogger.watch.*Histogram"):
         MirrorLogger.watch(None, object())

@@ -1,4 +1,4 @@
-"""A checkpoint's counts for another number of processes."""
+"""Progress counts of a checkpoint, converted to another number of processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def saved(batches, **more):
 
 @pytest.mark.parametrize(("before", "after", "expected"), [(2, 1, 24), (1, 3, 4), (4, 2, 24)])
 def test_all_processes_together_have_taken_the_same(before, after, expected):
-    """Twelve micro-batches of each of ``before``."""
+    """In total the processes have taken twelve micro-batches of each of ``before``."""
     checkpoint = saved(12, world_size=before)
     for_processes(checkpoint, after)
     assert checkpoint["loops"] == saved(expected)["loops"]
@@ -23,7 +23,7 @@ def test_all_processes_together_have_taken_the_same(before, after, expected):
 
 @pytest.mark.parametrize(("before", "after", "expected"), [(2, 1, 24), (1, 3, 4), (4, 2, 24)])
 def test_a_micro_batch_that_is_being_ended_is_one_for_any_number(before, after, expected):
-    """Lightning completes it when it goes on, if it is the only one that is not completed."""
+    """A micro-batch that is not yet completed stays one, and Lightning completes it."""
     checkpoint = saved(12, world_size=before)
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     for counts in (progress["current"], progress["total"]):
@@ -35,7 +35,7 @@ def test_a_micro_batch_that_is_being_ended_is_one_for_any_number(before, after, 
 
 
 def test_a_checkpoint_that_says_nothing_is_of_one_process():
-    """It goes on unchanged with one, and with two each has taken half."""
+    """It continues unchanged with one process; with two, each has taken half."""
     checkpoint = saved(12)
     for_processes(checkpoint, 1)
     assert checkpoint == saved(12)

@@ -1,4 +1,4 @@
-"""A start from the gradients of weights: PEFT's own LoRA-GA on the same rows, and refusals."""
+"""Initialization from weight gradients, compared with PEFT's LoRA-GA on the same rows."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from mens_exp.training.lora_ga import pair_of, start_from_gradients
 R = 16
 GA = ("lora.init=lora_ga", f"lora.r={R}", "quant.compute_dtype=f32", "data.micro_batch_size=2")
 LENGTHS = (40, 31, 57, 44, 60, 38)
-CLOSE = 1e-4  # relative; of f32 gradients decomposed down to their small singular values
+CLOSE = 1e-4  # relative, for float32 gradients including small singular values
 
 
 def stream(documents, *, packing):
-    """Return the micro-batches of two documents each, in order."""
+    """Return the micro-batches, of two documents each, in order."""
     make = packed_batch if packing else padded_batch
     extra = {} if packing else {"pad_id": 0}
     many = len(documents.offsets) // 2
@@ -37,7 +37,7 @@ def documents(random_documents):
 
 
 def of_peft(backend, tiny_base, documents, many):
-    """PEFT's layers after its own initialisation, on the dequantized weights, document by document.
+    """Return PEFT's layers after its own initialization on dequantized weights.
 
     PEFT divides the gradient by the number of backward passes, one for each document here.
     """
@@ -77,13 +77,13 @@ def of_peft(backend, tiny_base, documents, many):
     return dict(get_peft_model(model, settings).named_modules())
 
 
-@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")  # PEFT's
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")  # PEFT's key
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize(("many", "checkpointing"), [(1, "off"), (3, "on")])
 def test_matrices_are_those_of_peft_s_lora_ga(
     packing, many, checkpointing, tiny_backend, tiny_config, tiny_base, documents
 ):
-    """Up to the signs of singular vectors, which no decomposition fixes; the base has the rest."""
+    """They agree up to the signs of singular vectors; the base has the remainder."""
     words = (*GA, f"trainer.accumulate_grad_batches={many}")
     words += (f"model.gradient_checkpointing={checkpointing}",)
     backend = tiny_backend(*words)
@@ -106,7 +106,7 @@ def test_matrices_are_those_of_peft_s_lora_ga(
 
 
 def test_a_pair_is_of_the_exact_decomposition():
-    """Of torch in f64: A the first rows, B the next columns times PEFT's factors."""
+    """The oracle is torch's float64 SVD with PEFT's factors: A has first rows, B next columns."""
     gradient = torch.randn(96, 64, generator=torch.Generator().manual_seed(0))
     A, B = pair_of(gradient, r=8, layer="l0.q")
     U, S, V = torch.linalg.svd(gradient.double(), full_matrices=False)
@@ -117,7 +117,7 @@ def test_a_pair_is_of_the_exact_decomposition():
 
 
 def test_a_layer_without_gradient_starts_with_b_at_zero():
-    """As an expert that no token was sent to."""
+    """An example is an expert that received no token."""
     A, B = pair_of(torch.zeros(32, 64), r=4, layer="l0.q")
     assert A.isfinite().all()
     assert not B.any()
@@ -137,7 +137,7 @@ def test_a_layer_without_gradient_starts_with_b_at_zero():
     ],
 )
 def test_what_has_no_such_start_is_refused(overrides, where, tiny_config):
-    """Before anything is loaded."""
+    """The error comes before anything is loaded."""
     config = tiny_config("lora.init=lora_ga", "lora.r=4", *overrides)
     assert where in {one.where for one in problems_of(config)}
     assert problems_of(tiny_config("lora.init=lora_ga", "lora.r=4")) == []
@@ -148,7 +148,7 @@ def test_what_has_no_such_start_is_refused(overrides, where, tiny_config):
     [(["lora.r=17"], "lora.r"), (["lora.r=4", "lora.targets=[lm_head]"], "lora.init")],
 )
 def test_layers_that_cannot_start_so_are_refused(overrides, where, tiny_config):
-    """The head, and ranks beyond half of the narrower side, of which there are 32."""
+    """The head is refused, and so is a rank above half of the narrower side of 32."""
     found = preflight(tiny_config("lora.init=lora_ga", *overrides))
     assert where in {one.where for one in found}
     assert where not in {

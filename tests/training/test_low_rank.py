@@ -1,4 +1,4 @@
-"""GaLore and APOLLO: steps of papers and packages, and a state that is saved whole."""
+"""GaLore and APOLLO, compared with papers and packages; their state can be saved."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def same(one, other):
 
 @pytest.mark.parametrize("side", ["std", "reverse_std"])
 def test_galore_s_steps_are_those_of_the_package(tiny_config, side):
-    """Four steps with a new projection in the third: equal bits, small weights AdamW's."""
+    """Four steps with a new projection in the third are bitwise equal; small weights use AdamW."""
     from pytorch_optimizer import GaLore
 
     config = tiny_config(*GALORE, f"optim.proj_type={side}", "optim.update_proj_gap=3")
@@ -66,7 +66,7 @@ def test_galore_s_steps_are_those_of_the_package(tiny_config, side):
 @pytest.mark.usefixtures("apollo")
 @pytest.mark.parametrize(("scale_type", "proj"), [("tensor", "random"), ("channel", "svd")])
 def test_apollo_s_steps_are_those_of_the_package(tiny_config, scale_type, proj):
-    """Four steps with a new projection in the third, from the seeds that the run drew."""
+    """Four steps, with a new projection in the third, use the seeds that the run drew."""
     from apollo_torch import APOLLOAdamW
 
     chosen = ("optim.rank=4", f"optim.scale_type={scale_type}", f"optim.proj={proj}")
@@ -89,7 +89,7 @@ def test_apollo_s_steps_are_those_of_the_package(tiny_config, scale_type, proj):
 
 
 def test_galore_follows_the_paper(tiny_config):
-    """One step by hand in f64: algorithm 2 of arXiv:2403.03507, and AdamW's decoupled decay.
+    """One step by hand in float64: algorithm 2 of arXiv:2403.03507 with decoupled decay.
 
     With bias correction, the first update of Adam is the sign of its gradient, but for epsilon,
     which the package adds before the correction.
@@ -141,7 +141,7 @@ def test_apollo_follows_the_paper(tiny_config):
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_state_survives_a_file_that_executes_nothing(tiny_config, request, option):
-    """Three steps, a file read with weights_only, and three more are the six of one optimizer."""
+    """Three steps, a file read with weights_only, and three more steps equal six steps."""
     if option == "apollo":
         request.getfixturevalue("apollo")
     settings = (*FULL, f"optim={option}", "optim.rank=4", "optim.update_proj_gap=5")
@@ -157,12 +157,12 @@ def test_state_survives_a_file_that_executes_nothing(tiny_config, request, optio
     after.load_state_dict(torch.load(file, weights_only=True))
     steps(after, stopped, range(3, 6))
     assert same(stopped, through) == [*SHAPES]
-    steps(before, stopped, [6])  # saving left its own state as it was
+    steps(before, stopped, [6])  # saving does not change the optimizer's state
 
 
 @pytest.mark.usefixtures("apollo")
 def test_projections_are_drawn_from_the_run_s_seed(tiny_config):
-    """From it alone: equal for equal seeds whatever the global stream, and another for another."""
+    """Projections depend on the run's seed only, not on the global generator."""
     config = tiny_config(*APOLLO)
     ends = []
     for seed, noise in ((7, 0), (7, 1), (8, 0)):
@@ -178,7 +178,7 @@ def test_projections_are_drawn_from_the_run_s_seed(tiny_config):
 
 @pytest.mark.parametrize("model", ["tiny_llama", "tiny_gpt2", "tiny_qwen2"])
 def test_the_decoder_s_linear_weights_are_projected(tiny_config, tiny_backend, model):
-    """All of them, and neither embedding, head, norms nor biases."""
+    """Embedding, head, norms and biases are not projected."""
     overrides = (*FULL, f"model={model}", "optim=galore", "optim.rank=8")
     config, parameters = tiny_config(*overrides), tiny_backend(*overrides).trainable()
     linear = linear_weights(shape_of(config.model))
@@ -194,7 +194,7 @@ def test_the_decoder_s_linear_weights_are_projected(tiny_config, tiny_backend, m
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("backend", ["qlora", "lora", "proxy", "burn"])
 def test_a_backend_with_an_adapter_is_refused(option, backend):
-    """By name; the message says that an adapter's matrices have a low rank."""
+    """The error names the optimizer and says that adapter matrices already have a low rank."""
     more = ["quant=none"] if backend == "lora" else []
     more += ["model=tiny_llama"] if backend == "burn" else []
     (problem,) = check([f"optim={option}", f"backend={backend}", *more]).problems
@@ -216,14 +216,14 @@ def test_a_backend_with_an_adapter_is_refused(option, backend):
 )
 @pytest.mark.parametrize("option", OPTIONS)
 def test_a_value_out_of_range_is_refused(option, override, words):
-    """Before any work, by name."""
+    """The error comes before any work and names the setting."""
     (problem,) = check([f"optim={option}", "backend=full", override]).problems
     assert problem.where == override.partition("=")[0]
     assert words in str(problem)
 
 
 def test_the_apollo_of_pytorch_optimizer_is_another_method():
-    """Its update has the rank of the projection; were it the paper's, one package would do."""
+    """Its update has only the rank of the projection, so it cannot replace the paper's."""
     from pytorch_optimizer import APOLLO
 
     parameter, before = (torch.nn.Parameter(drawn(24, 12, seed=0)) for _ in range(2))

@@ -18,14 +18,14 @@ linux = pytest.mark.skipif(
 
 
 def fresh(size):
-    """Write to pages of their own: the heap of a large process may have freed ones to reuse."""
+    """Write to fresh pages, since the heap of a large process may reuse freed ones."""
     block = mmap.mmap(-1, size)
     np.frombuffer(block, np.uint8)[:] = 1
     return block
 
 
 def test_resident_memory_grows_with_what_is_written():
-    """64 MiB of ones show as at least 60."""
+    """Writing 64 MiB shows as at least 60 MiB."""
     before = host.rss_bytes()
     with fresh(64 * MIB):
         assert host.rss_bytes() - before > 60 * MIB
@@ -33,7 +33,7 @@ def test_resident_memory_grows_with_what_is_written():
 
 @linux
 def test_the_peak_remembers_what_is_gone():
-    """A block that was freed again still counts."""
+    """Memory that was freed again still counts."""
     assert host.reset_peak()
     before = host.rss_bytes()
     fresh(64 * MIB).close()
@@ -44,7 +44,7 @@ def test_the_peak_remembers_what_is_gone():
 
 @linux
 def test_a_reset_forgets_earlier_peaks():
-    """After it the peak is what is resident now, to within a few MiB."""
+    """After a reset the peak is the current resident memory to within a few MiB."""
     fresh(128 * MIB).close()
     assert host.reset_peak()
     peak = host.peak_rss_bytes()
@@ -53,7 +53,7 @@ def test_a_reset_forgets_earlier_peaks():
 
 
 def test_a_system_that_cannot_reset_says_so(monkeypatch):
-    """False, never an error."""
+    """The result is False and not an error."""
 
     def refuse(*_, **__):
         raise PermissionError
@@ -64,7 +64,7 @@ def test_a_system_that_cannot_reset_says_so(monkeypatch):
 
 @pytest.mark.parametrize(("own", "expected"), [({"peak_wset": 123}, 123), ({}, None)])
 def test_without_proc_the_peak_is_windows_own_or_unknown(monkeypatch, own, expected):
-    """None where nobody knows, never a guess."""
+    """If the system reports nothing, the result is None and not a guess."""
 
     def absent(*_, **__):
         raise FileNotFoundError
@@ -76,7 +76,7 @@ def test_without_proc_the_peak_is_windows_own_or_unknown(monkeypatch, own, expec
 
 
 def test_without_torch_there_is_no_gpu_peak(monkeypatch):
-    """The probe imports nothing to find out."""
+    """The probe does not import torch to find out."""
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     assert host.peak_cuda_bytes() is None
     assert "torch" not in sys.modules
@@ -84,7 +84,7 @@ def test_without_torch_there_is_no_gpu_peak(monkeypatch):
 
 @pytest.mark.parametrize(("available", "expected"), [(True, 4096), (False, None)])
 def test_the_gpu_peak_is_the_allocator_s(monkeypatch, available, expected):
-    """None where no GPU is in use; reset along with the host's."""
+    """Without a GPU it is None; it is reset together with the host's peak."""
     peaks = [4096]
     cuda = SimpleNamespace(
         is_available=lambda: available,
@@ -98,7 +98,7 @@ def test_the_gpu_peak_is_the_allocator_s(monkeypatch, available, expected):
 
 
 def test_the_load_of_processors_is_that_since_the_last_call():
-    """A process that computes all the time uses some of them; memory is in use, too."""
+    """A busy process uses some CPU, and some memory is in use."""
     host.load()
     end = time.monotonic() + 0.3
     while time.monotonic() < end:
@@ -109,7 +109,7 @@ def test_the_load_of_processors_is_that_since_the_last_call():
 
 
 def test_the_load_of_a_gpu_is_what_its_driver_says(monkeypatch):
-    """As NVIDIA's nvidia-ml-py documents it; a sensor that is missing is left out."""
+    """The fields are those of nvidia-ml-py's documentation; missing sensors are left out."""
 
     class NVMLError(Exception):
         pass

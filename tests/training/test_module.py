@@ -1,4 +1,4 @@
-"""The optimizer step through a real Trainer, against sums made by hand."""
+"""The optimizer step through a real Trainer, compared with sums computed by hand."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PEAK = 2e-3
 
 @pytest.fixture(autouse=True)
 def own_determinism():
-    """Trainer(deterministic=True) sets a global switch; put it back."""
+    """Restore the global switch that Trainer(deterministic=True) sets."""
     before = torch.are_deterministic_algorithms_enabled()
     yield
     torch.use_deterministic_algorithms(before)
@@ -43,7 +43,7 @@ def documents(random_documents):
 
 
 class Watch(Callback):
-    """Keeps the metrics of every step, and the gradients that the optimizer steps with."""
+    """Keeps the metrics and the gradients of every optimizer step."""
 
     def __init__(self):
         self.metrics = []
@@ -57,7 +57,7 @@ class Watch(Callback):
 
         trainer.optimizers[0].register_step_post_hook(
             keep
-        )  # the pre-hook runs before the backward pass
+        )  # this hook runs before the backward pass
 
     def on_train_batch_end(self, trainer, pl_module, *_):
         if pl_module.at_step_boundary:
@@ -74,7 +74,7 @@ def fit(
     documents,
     tmp_path,
 ):
-    """Train tiny_llama on eight ragged documents.
+    """Train tiny_llama on eight documents of different lengths.
 
     Of the `other` options, `total_steps` is what the schedule runs over, `resume` a checkpoint,
     `encoded` other documents, `live` whether B starts filled, and `of_documents` how many of
@@ -140,7 +140,7 @@ def stream(encoded, *, size, total, seed):
 
 
 def mean_loss(backend, batch):
-    """Take the mean over a batch's supervised tokens the plain way, all logits at once."""
+    """Return the mean loss over supervised tokens from all logits at once."""
     return functional.cross_entropy(backend.head(backend(batch)), batch.targets_M)
 
 
@@ -155,13 +155,13 @@ def same(first, second):
 Fit = "Callable[..., tuple[TrainingModule, Watch, Trainer]]"
 
 
-# the loss of a step
+# The loss of a step.
 
 
 def test_a_step_s_loss_and_gradient_are_those_of_the_mean_over_its_tokens(
     fit, tiny_backend, documents
 ):
-    """Four ragged micro-batches against one plain mean over all their tokens, in f32."""
+    """Four uneven micro-batches equal one plain mean over all their tokens in float32."""
     _, watch, _ = fit()
     order = [stream(documents, size=1, total=4, seed=0)._block_at(i) for i in range(4)]
     reference = tiny_backend(*EXACT, live=True).train()
@@ -179,7 +179,7 @@ def test_a_step_s_loss_and_gradient_are_those_of_the_mean_over_its_tokens(
 
 @pytest.mark.parametrize(("accumulate", "size"), [(2, 2), (1, 4)])
 def test_four_micro_batches_of_one_are_one_of_four(fit, accumulate, size):
-    """Two steps on ragged documents: equal losses and gradients to f32 tolerance."""
+    """Over two steps on uneven documents, losses and gradients agree to float32 tolerance."""
     _, apart, _ = fit(steps=2, accumulate=4, size=1)
     _, together, _ = fit(steps=2, accumulate=accumulate, size=size)
     for step in (0, 1):
@@ -195,7 +195,7 @@ def test_four_micro_batches_of_one_are_one_of_four(fit, accumulate, size):
 def test_smoothing_and_z_loss_are_means_over_the_step_s_tokens(
     fit, tiny_backend, documents, accumulate, size
 ):
-    """Ragged micro-batches against torch's loss on all logits; validation stays plain."""
+    """The oracle is torch's loss on all logits; validation uses the plain loss."""
     own = CrossEntropy("causal", 8, label_smoothing=0.1, z_loss=0.02)
     _, watch, _ = fit(objective=own, accumulate=accumulate, size=size)
     order = [stream(documents, size=1, total=4, seed=0)._block_at(i) for i in range(4)]
@@ -214,7 +214,7 @@ def test_smoothing_and_z_loss_are_means_over_the_step_s_tokens(
 def test_a_weighted_step_is_a_mean_over_the_weights_of_its_tokens(
     fit, tiny_backend, documents, accumulate, size
 ):
-    """Σ weight · loss / Σ weight over ragged micro-batches; validation has no weights."""
+    """The loss is Σ weight · loss / Σ weight over micro-batches; validation has no weights."""
     weights = np.repeat([0.5, 2, 0.25, 3, 1, 0.1, 1.5, 4], LENGTHS).astype(np.float32)
     weighted = replace(documents, extra={"weight": weights})
     module, watch, _ = fit(
@@ -243,7 +243,7 @@ def test_a_weighted_step_is_a_mean_over_the_weights_of_its_tokens(
 
 @pytest.mark.parametrize("accumulate", [3, 7])
 def test_an_accumulation_that_no_float_divides_by_changes_nothing(fit, accumulate):
-    """Lightning's division and the module's multiplication cancel."""
+    """Lightning's division and our multiplication cancel exactly."""
     _, apart, _ = fit(accumulate=accumulate, size=1)
     _, together, _ = fit(accumulate=1, size=accumulate)
     for name, gradient in apart.gradients[0].items():
@@ -251,7 +251,7 @@ def test_an_accumulation_that_no_float_divides_by_changes_nothing(fit, accumulat
 
 
 def test_a_step_reads_as_many_numbers_however_many_micro_batches_it_has(fit):
-    """A loss that is read in every micro-batch would wait for a GPU as often."""
+    """Reading the loss in every micro-batch would synchronize with the GPU each time."""
     counts = []
     for accumulate in (1, 4):
         with Reads() as reads:
@@ -270,12 +270,12 @@ def test_a_micro_batch_without_supervision_adds_nothing(fit):
 
 
 def test_a_step_without_supervision_is_refused(fit, random_documents):
-    """Dividing by no tokens is an error of the data that names the step."""
+    """It would divide by zero; the data error names the step."""
     with pytest.raises(DataError, match=r"no supervised token.*step 0"):
         fit(encoded=random_documents([5, 6, 7], [0, 0, 0]))
 
 
-# clipping
+# Clipping.
 
 
 def test_clipping_comes_after_the_division(fit):
@@ -288,7 +288,7 @@ def test_clipping_comes_after_the_division(fit):
 
 
 def test_clipping_scales_the_whole_gradient_down_to_its_limit(fit):
-    """Half the norm: the optimizer sees that norm, the record the norm before."""
+    """With half the norm as limit, the optimizer sees the limit and the record the norm before."""
     _, free, _ = fit()
     norm = free.metrics[0]["train/grad_norm"]
     _, tight, _ = fit(clip=norm / 2)
@@ -297,11 +297,11 @@ def test_clipping_scales_the_whole_gradient_down_to_its_limit(fit):
     assert tight.metrics[0]["train/grad_norm"] == pytest.approx(norm, rel=1e-6)
 
 
-# the rate
+# The learning rate.
 
 
 def test_the_first_step_of_a_warm_up_moves(fit):
-    """It has a quarter of the peak rate, and AdamW's first step is as large as its rate."""
+    """It has a quarter of the peak rate, and AdamW's first step has the size of its rate."""
     module, watch, _ = fit("schedule.warmup_steps=4", live=False)
     assert watch.metrics[0]["optim/lr"] == pytest.approx(PEAK / 4, abs=1e-15)
     moved = max(
@@ -313,18 +313,18 @@ def test_the_first_step_of_a_warm_up_moves(fit):
 
 
 def test_every_step_has_the_rate_of_the_schedule(fit):
-    """Two of warm-up, then four cosine steps, to 1e-12; micro-batches do not advance it."""
+    """Two warm-up and four cosine steps agree to 1e-12; micro-batches do not advance the rate."""
     _, watch, _ = fit("schedule=cosine", "schedule.warmup_steps=2", steps=6, accumulate=2)
     root = 2**0.5 / 2
     table = [0.5, 1, 1, (1 + root) / 2, 0.5, (1 - root) / 2]
     assert [m["optim/lr"] / PEAK for m in watch.metrics] == pytest.approx(table, abs=1e-12)
 
 
-# validation
+# Validation.
 
 
 def test_training_goes_on_after_a_validation_as_if_there_had_been_none(fit):
-    """In bf16 with dropout, validated in mid-step too: the same adapter, bit for bit."""
+    """In bf16 with dropout, validating even in mid-step, the adapter is bitwise equal."""
     real = ("quant.compute_dtype=bf16", "lora.dropout=0.1")
     plain, _, _ = fit(*real, steps=3)
     checked, watch, _ = fit(*real, steps=3, validate_every=2)
@@ -333,7 +333,7 @@ def test_training_goes_on_after_a_validation_as_if_there_had_been_none(fit):
 
 
 def test_every_matrix_gets_gradients_before_and_after_a_validation(fit):
-    """Three steps with validations in between: no gradient is zero."""
+    """Over three steps with validations in between, no gradient is zero."""
     _, watch, _ = fit("quant.compute_dtype=bf16", steps=3, validate_every=4)
     assert len(watch.gradients) == 3
     for gradients in watch.gradients:
@@ -342,7 +342,7 @@ def test_every_matrix_gets_gradients_before_and_after_a_validation(fit):
 
 
 def test_validation_loss_is_the_mean_over_all_supervised_tokens(fit, tiny_backend, documents):
-    """Over three ragged batches, against one plain mean."""
+    """Three uneven batches equal one plain mean."""
     _, _, trainer = fit()
     module = trainer.lightning_module
     with lightning_quiet():
@@ -353,7 +353,7 @@ def test_validation_loss_is_the_mean_over_all_supervised_tokens(fit, tiny_backen
         expected = mean_loss(module.backend, batch)
     assert module.validation["val/loss"] == pytest.approx(expected.item(), rel=1e-6)
     assert module.validation["val/supervised_tokens"] == 53
-    assert "val/bits_per_byte" not in module.validation  # nobody has said of how many bytes
+    assert "val/bits_per_byte" not in module.validation  # the number of bytes is unknown
     module.validated_bytes = 106
     with lightning_quiet():
         trainer.validate(module, stream(documents, size=3, total=3, seed=None), verbose=False)
@@ -362,7 +362,7 @@ def test_validation_loss_is_the_mean_over_all_supervised_tokens(fit, tiny_backen
 
 
 def test_as_base_validates_without_the_adapter(fit, tiny_backend, documents):
-    """Inside the block the loss is a fresh graph's; outside it is the adapter's again."""
+    """Inside the context the loss is that of a fresh graph, and afterwards the adapter's."""
     _, _, trainer = fit()
     module = trainer.lightning_module
 
@@ -383,7 +383,7 @@ def test_as_base_validates_without_the_adapter(fit, tiny_backend, documents):
 
 
 def test_as_base_ends_with_an_error_too(tiny_backend, tiny_config):
-    """A failed validation does not leave the run labelled as the base."""
+    """After a failed validation the run is not left labelled as the base."""
     module = TrainingModule(
         tiny_config(*EXACT), tiny_backend(*EXACT), CrossEntropy("causal", 8), total_steps=1
     )
@@ -397,13 +397,13 @@ def test_as_base_ends_with_an_error_too(tiny_backend, tiny_config):
     assert module.condition == "tuned"
 
 
-# checkpoints
+# Checkpoints.
 
 
 def test_a_graph_stays_where_it_is_when_a_trainer_is_done(
     tiny_config,
 ):
-    """Lightning's strategies end with `cpu()`, which on a GPU would leave scoring on the CPU.
+    """Lightning's strategies end with `cpu()`, after which scoring would run on the CPU.
 
     Nothing can be copied out of the meta device: whoever moves it fails.
     """
@@ -415,7 +415,7 @@ def test_a_graph_stays_where_it_is_when_a_trainer_is_done(
 
 
 def test_a_checkpoint_holds_the_adapter_and_its_state_and_no_base_weight(fit, tmp_path):
-    """In size, three times the adapter (itself and two moments) and under 64 KiB more."""
+    """The size is three times the adapter (itself and two moments) plus under 64 KiB."""
     module, _, trainer = fit(steps=2)
     path = tmp_path / "step.ckpt"
     trainer.save_checkpoint(path)
@@ -443,7 +443,7 @@ def test_a_checkpoint_holds_the_adapter_and_its_state_and_no_base_weight(fit, tm
     ids=lambda settings: settings[0],
 )
 def test_a_run_resumed_from_a_checkpoint_is_the_run_never_stopped(fit, tmp_path, settings):
-    """In mid-epoch, in bf16 with dropout: adapter, counters and metrics agree bit for bit."""
+    """Resumed in mid-epoch in bf16 with dropout, it agrees bit for bit."""
     real = ("quant.compute_dtype=bf16", "lora.dropout=0.1", *settings)
     whole, watch, _ = fit(*real, steps=5, accumulate=3)
     _, _, trainer = fit(*real, steps=2, accumulate=3, total_steps=5)
@@ -455,7 +455,7 @@ def test_a_run_resumed_from_a_checkpoint_is_the_run_never_stopped(fit, tmp_path,
 
 
 def test_the_rate_of_prodigy_is_its_estimate(fit):
-    """Of the step that is taken: before the first, the estimate is `d0`."""
+    """The recorded rate is that of the step taken; before the first it is `d0`."""
     _, watch, trainer = fit("optim=prodigy", "optim.d0=1e-4", "schedule=constant", steps=6)
     rates = [metrics["optim/lr"] for metrics in watch.metrics]
     assert rates[0] == pytest.approx(1e-4)
@@ -467,7 +467,7 @@ FREE = ("optim=schedule_free", "optim.lr=1e-2")
 
 
 class Points(Callback):
-    """Keeps the adapter at every pass that is learned from, and wherever it is looked at."""
+    """Keeps the adapter at every training pass and wherever it is evaluated."""
 
     def __init__(self):
         self.learned, self.seen = [], []
@@ -482,7 +482,7 @@ class Points(Callback):
 
 
 def test_schedule_free_steps_are_those_of_a_loop_by_hand(tiny_backend, tiny_config, documents, fit):
-    """Three steps of one micro-batch, in f32, end a thousandth of a step apart at most."""
+    """Three steps of one micro-batch in float32 agree within a thousandth of a step."""
     from schedulefree import AdamWScheduleFree
 
     module, _, _ = fit(*FREE, steps=3, accumulate=1)
@@ -501,13 +501,13 @@ def test_schedule_free_steps_are_those_of_a_loop_by_hand(tiny_backend, tiny_conf
 
 
 def test_what_looks_at_a_schedule_free_run_sees_the_average(fit):
-    """After each micro-batch and in validation it is another point than the one that learns."""
+    """Micro-batch ends and validation see the average and not the point being trained."""
     points = Points()
     module, _, trainer = fit(*FREE, steps=4, accumulate=2, validate_every=4, callbacks=[points])
     optimizer = trainer.optimizers[0]
     assert same(points.seen[-1], tensors_of(module))
     assert not same(points.learned[-1], points.seen[-1])
-    # Twice between two steps, the same point is learned from, and the same average is seen.
+    # Between two steps the training point and the average occur twice each, unchanged.
     assert same(points.learned[-1], points.learned[-2])
     for name, average in tensors_of(module).items():
         state = optimizer.state[module.backend.trainable()[name]]
@@ -516,7 +516,7 @@ def test_what_looks_at_a_schedule_free_run_sees_the_average(fit):
 
 
 def test_a_schedule_free_run_writes_the_adapter_that_was_validated(fit, tiny_backend, documents):
-    """On a fresh graph, the tensors that are written have the loss of the last validation."""
+    """The written tensors, loaded into a fresh graph, have the last validation's loss."""
     module, watch, _ = fit(*FREE, steps=3, accumulate=1)
     _, written = module.backend.adapter(module.config)
     fresh = tiny_backend(*EXACT, *FREE)
@@ -528,7 +528,7 @@ def test_a_schedule_free_run_writes_the_adapter_that_was_validated(fit, tiny_bac
 
 
 def test_more_validations_change_nothing_of_a_schedule_free_run(fit):
-    """The way to the average and back leaves no trace."""
+    """Switching to the average and back is exact."""
     seldom, _, _ = fit(*FREE, steps=4, accumulate=1)
     often, watch, _ = fit(*FREE, steps=4, accumulate=1, validate_every=1)
     assert len(watch.validations) >= 4
@@ -537,7 +537,7 @@ def test_more_validations_change_nothing_of_a_schedule_free_run(fit):
 
 @pytest.mark.parametrize("validate_every", [None, 2])
 def test_noise_goes_on_where_a_resumed_run_does(fit, tmp_path, validate_every):
-    """Its draws depend on the micro-batch alone, and a validation between changes nothing."""
+    """Noise depends only on the micro-batch's number; a validation does not change it."""
     noisy = ("objective.neftune_alpha=5", "lora.dropout=0.1")
     whole, _, _ = fit(*noisy, steps=3, accumulate=2)
     quiet, _, _ = fit("lora.dropout=0.1", steps=3, accumulate=2)
@@ -555,7 +555,7 @@ def test_noise_goes_on_where_a_resumed_run_does(fit, tmp_path, validate_every):
 
 
 def test_a_longer_schedule_takes_hold_at_the_first_resumed_step(fit, tmp_path):
-    """Linear over 8 steps instead of 4: step 2 has the rate 1 - 2/8, not 1 - 2/4."""
+    """With a linear schedule of 8 steps instead of 4, step 2 has the rate 1 - 2/8."""
     _, _, trainer = fit("schedule=linear", steps=2, total_steps=4)
     trainer.save_checkpoint(tmp_path / "step.ckpt")
     _, watch, _ = fit("schedule=linear", steps=4, total_steps=8, resume=tmp_path / "step.ckpt")
@@ -564,16 +564,16 @@ def test_a_longer_schedule_takes_hold_at_the_first_resumed_step(fit, tmp_path):
 
 
 def test_the_stream_stands_where_a_resumed_run_goes_on(fit):
-    """After 2 steps of 3 micro-batches, the next one is number 6."""
+    """After 2 steps of 3 micro-batches the next one is number 6."""
     _, _, trainer = fit(steps=2, accumulate=3)
     assert trainer.train_dataloader.state_dict() == {"position": 6}
 
 
-# metrics
+# Metrics.
 
 
 def test_an_undeclared_metric_is_refused(tiny_backend, tiny_config):
-    """The nearest declared name is given."""
+    """The error gives the nearest declared name."""
     module = TrainingModule(
         tiny_config(*EXACT), tiny_backend(*EXACT), CrossEntropy("causal", 8), total_steps=1
     )
@@ -584,14 +584,14 @@ def test_an_undeclared_metric_is_refused(tiny_backend, tiny_config):
 
 
 def test_a_step_is_pending_until_its_last_micro_batch(fit):
-    """Between steps nothing is summed up; the loss of the step is reset with it."""
+    """Metrics are summarized at optimizer steps, and the loss is reset with them."""
     module, _, _ = fit(steps=2)
     assert module.at_step_boundary
     assert module.pending_loss == 0.0
 
 
 def test_validation_tells_the_loss_of_each_document(fit, documents):
-    """Each of eight alone through torch's own loss; of one nothing is learned."""
+    """The oracle is torch's own loss for each of eight documents; one has no supervision."""
     module, _, _ = fit(steps=2, of_documents=8)
     assert module.selected_validated is module.validated
     for number, (loss, tokens) in enumerate(module.validated.tolist()):
@@ -606,7 +606,7 @@ def test_validation_tells_the_loss_of_each_document(fit, documents):
 
 
 def test_padded_batches_tell_the_same_documents_apart(documents):
-    """Which document a target is of does not hang on how documents are laid out."""
+    """A target belongs to the same document with padding as with packing."""
     packed, padded = (
         packed_batch(documents, [[3, 1], [6]], index=0),
         padded_batch(documents, [[3, 1], [6]], index=0, pad_id=0),
@@ -616,7 +616,7 @@ def test_padded_batches_tell_the_same_documents_apart(documents):
 
 
 class TotalOnly:
-    """An objective of one's own, which gives no loss of each token."""
+    """A user's objective without losses of single tokens."""
 
     name = "own"
 
@@ -626,7 +626,7 @@ class TotalOnly:
 
 
 def test_an_objective_without_token_losses_tells_no_documents(fit):
-    """The validation loss stands; there is nothing of single documents."""
+    """The validation loss is recorded without losses of single documents."""
     module, _, _ = fit(of_documents=8, objective=TotalOnly())
     assert module.validated is None
     assert module.selected[1] > 0

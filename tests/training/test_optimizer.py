@@ -12,7 +12,7 @@ from mens_exp.errors import SetupError
 from mens_exp.training.optimizer import build_optimizer, build_scheduler, in_its_order
 
 FREE = ("optim=schedule_free", "schedule=constant")
-LARGE = (128, 64)  # from 4,096 elements on, bitsandbytes keeps moments in 8 bits
+LARGE = (128, 64)  # bitsandbytes keeps 8-bit moments from 4,096 elements on
 
 
 def start(shape=LARGE):
@@ -35,7 +35,7 @@ def trained(config, steps, shape=LARGE):
 
 
 def lion_by_hand(steps, *, lr, betas, decay):
-    """Algorithm 2 of arXiv:2302.06675, in f64."""
+    """Return the result of algorithm 2 of arXiv:2302.06675 in float64."""
     theta, average = start().detach().double().numpy(), np.zeros(LARGE)
     for gradient in gradients(steps):
         g = gradient.double().numpy()
@@ -46,7 +46,7 @@ def lion_by_hand(steps, *, lr, betas, decay):
 
 
 def test_adamw_is_torch_s_own(tiny_config):
-    """Every value of the group reaches it, and the option's name does not."""
+    """Every setting of the group is passed on, except the option's name."""
     config = tiny_config("optim.lr=3e-3", "optim.betas=[0.8,0.9]", "optim.weight_decay=0.1")
     _, optimizer = trained(config, 1)
     assert type(optimizer) is torch.optim.AdamW
@@ -56,7 +56,7 @@ def test_adamw_is_torch_s_own(tiny_config):
 
 
 def test_litgpt_s_rate_is_the_one_that_an_optimizer_has_unnamed(tiny_config):
-    """It hands over parameters alone: to torch's AdamW, and to the paged one under a 4-bit base."""
+    """LitGPT passes only parameters: to torch's AdamW, or PagedAdamW for a 4-bit base."""
     rate = tiny_config("preset=litgpt_like").optim.lr
     assert torch.optim.AdamW([start()]).defaults["lr"] == rate
     assert inspect.signature(bitsandbytes.optim.PagedAdamW).parameters["lr"].default == rate
@@ -64,7 +64,7 @@ def test_litgpt_s_rate_is_the_one_that_an_optimizer_has_unnamed(tiny_config):
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_lion_follows_the_paper(tiny_config, decay):
-    """Five steps against the published algorithm; f32 rounding apart."""
+    """Five steps agree with the published algorithm up to float32 rounding."""
     config = tiny_config("optim=lion", "optim.lr=1e-2", f"optim.weight_decay={decay}")
     parameter, optimizer = trained(config, 5)
     expected = lion_by_hand(5, lr=1e-2, betas=(0.9, 0.99), decay=decay)
@@ -73,7 +73,7 @@ def test_lion_follows_the_paper(tiny_config, decay):
 
 
 def test_lion_has_no_denominator_to_add_to():
-    """A key without effect is an unknown one, and the options that have it are named."""
+    """Lion has no eps; the error names the optimizers that have one."""
     (problem,) = check(["optim=lion", "optim.eps=1e-6"]).problems
     assert "is not a key of the chosen optim" in str(problem)
     assert "optim=adamw" in (problem.expected or "")
@@ -82,7 +82,7 @@ def test_lion_has_no_denominator_to_add_to():
 def test_adamw_in_8_bits_goes_where_adamw_goes_on_cpu(
     tiny_config,
 ):
-    """Its moments are bytes; ten steps end within a fifth of a step of the f32 ones, on average."""
+    """After ten steps with 8-bit moments the mean deviation is below a fifth of a step."""
     exact, _ = trained(tiny_config("optim.lr=1e-2"), 10)
     coarse, optimizer = trained(tiny_config("optim=adamw_8bit", "optim.lr=1e-2"), 10)
     state = optimizer.state[coarse]
@@ -92,7 +92,7 @@ def test_adamw_in_8_bits_goes_where_adamw_goes_on_cpu(
 
 
 def test_small_matrices_keep_f32_moments(tiny_config):
-    """Under 4,096 elements 8 bits save nothing; the steps are AdamW's then."""
+    """Under 4,096 elements moments are float32, and the steps equal AdamW's."""
     small = (16, 64)
     exact, _ = trained(tiny_config("optim.lr=1e-2"), 5, small)
     found, optimizer = trained(tiny_config("optim=adamw_8bit", "optim.lr=1e-2"), 5, small)
@@ -101,7 +101,7 @@ def test_small_matrices_keep_f32_moments(tiny_config):
 
 
 def test_a_paged_optimizer_is_refused_on_cpu(tiny_config):
-    """To take an unpaged one instead would be another optimizer."""
+    """An unpaged optimizer would be another one."""
     with pytest.raises(SetupError, match="paged memory needs CUDA") as caught:
         build_optimizer(tiny_config("optim=paged_adamw_8bit").optim, {"l0.q.lora_a": start()})
     assert "optim=adamw_8bit" in (caught.value.remedy or "")
@@ -112,7 +112,7 @@ def test_a_paged_optimizer_is_refused_on_cpu(tiny_config):
     ["adamw", "adamw_8bit", "lion", "muon", "schedule_free", "prodigy", "adafactor", "sgd"],
 )
 def test_state_survives_saving_and_loading(tiny_config, option):
-    """Three steps, saved, and two more are the five of an optimizer that was never saved."""
+    """Three steps, saving, loading and two more steps equal five steps."""
     config = tiny_config(f"optim={option}")
     through, _ = trained(config, 5)
     stopped, before = trained(config, 3)
@@ -124,7 +124,7 @@ def test_state_survives_saving_and_loading(tiny_config, option):
     assert torch.equal(stopped, through)
 
 
-# torch's own, and schedulefree's
+# torch's own optimizers, and those of schedulefree.
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_state_survives_saving_and_loading(tiny_config, option):
 def test_an_optimizer_of_torch_takes_torch_s_steps(
     tiny_config, option, overrides, theirs, arguments
 ):
-    """Five steps end at the same bits, and no other setting reaches it."""
+    """Five steps are bitwise equal, and no other setting is passed."""
     config = tiny_config(f"optim={option}", "optim.lr=1e-2", "optim.weight_decay=0.1", *overrides)
     found, _ = trained(config, 5)
     expected = start()
@@ -150,7 +150,7 @@ def test_an_optimizer_of_torch_takes_torch_s_steps(
 
 
 def orthogonal(values, steps=5):
-    """The iteration of https://kellerjordan.github.io/posts/muon, in f64."""
+    """Return the iteration of https://kellerjordan.github.io/posts/muon in float64."""
     a, b, c = 3.4445, -4.7750, 2.0315
     x = values.T if values.shape[0] > values.shape[1] else values
     x = x / np.linalg.norm(x)
@@ -161,7 +161,7 @@ def orthogonal(values, steps=5):
 
 
 def test_muon_follows_its_definition(tiny_config):
-    """One step by hand: the average's look-ahead, made orthogonal, as large as AdamW's update.
+    """One step by hand: Nesterov momentum, orthogonalized and scaled to AdamW's update.
 
     torch iterates in bf16, which leaves a hundredth.
     """
@@ -177,7 +177,7 @@ def test_muon_follows_its_definition(tiny_config):
 
 
 def test_muon_leaves_vectors_to_adamw(tiny_config):
-    """A matrix takes the steps of torch's Muon, a vector those of torch's AdamW, bit for bit."""
+    """Matrices step as in torch's Muon, vectors as in torch's AdamW, bit for bit."""
     config = tiny_config("optim=muon", "optim.lr=1e-2", "optim.weight_decay=0.1")
     shapes = {"l0.q.lora_a": (8, 64), "l0.q.lora_magnitude": (64,)}
     ours = {name: start(shape) for name, shape in shapes.items()}
@@ -201,7 +201,7 @@ def test_muon_leaves_vectors_to_adamw(tiny_config):
 
 
 def test_muon_s_two_parts_follow_one_schedule_after_loading(tiny_config):
-    """A rate set on a group is the one that its part steps with, also with loaded groups."""
+    """A rate set on a group applies to its own part, also after loading."""
     config = tiny_config("optim=muon", "optim.lr=1e-2")
     named = {"l0.q.lora_a": start((8, 64)), "l0.q.lora_magnitude": start((64,))}
     optimizer = build_optimizer(config.optim, named)
@@ -217,7 +217,7 @@ def test_muon_s_two_parts_follow_one_schedule_after_loading(tiny_config):
 
 
 def test_schedule_free_steps_are_those_of_the_package(tiny_config):
-    """Ten steps: the model holds the package's average, and its state the package's point."""
+    """Over ten steps the model holds the package's average, the state its training point."""
     from schedulefree import AdamWScheduleFree
 
     config = tiny_config("optim=schedule_free", "schedule=constant", "optim.lr=1e-2")
@@ -226,7 +226,7 @@ def test_schedule_free_steps_are_those_of_the_package(tiny_config):
     reference = AdamWScheduleFree([expected], lr=1e-2)
     reference.train()
     for gradient in gradients(10):
-        expected.grad = gradient.clone()  # the package divides it in place
+        expected.grad = gradient.clone()  # the package divides in place
         reference.step()
     optimizer.to_gradient_point()
     assert torch.equal(found, expected)
@@ -236,7 +236,7 @@ def test_schedule_free_steps_are_those_of_the_package(tiny_config):
 
 
 def test_a_look_at_the_average_changes_no_bit_of_what_follows(tiny_config):
-    """The package's own way there and back rounds; ours restores the point that it left."""
+    """The package's switch rounds; ours restores the exact training point."""
     config = tiny_config("optim=schedule_free", "schedule=constant", "optim.lr=1e-2")
     found, optimizer = trained(config, 3)
     optimizer.to_gradient_point()
@@ -250,7 +250,7 @@ def test_a_look_at_the_average_changes_no_bit_of_what_follows(tiny_config):
 
 
 def test_a_warm_up_of_ours_is_the_package_s_own(tiny_config):
-    """Four steps of rising rate, which weigh less in the average, and six at the peak."""
+    """Four warm-up steps, with less weight in the average, and six at the peak agree."""
     from schedulefree import AdamWScheduleFree
 
     config = tiny_config(*FREE, "optim.lr=1e-2", "schedule.warmup_steps=4")
@@ -269,7 +269,7 @@ def test_a_warm_up_of_ours_is_the_package_s_own(tiny_config):
 
 
 def prodigy_by_hand(steps, *, decay):
-    """Algorithm 4 of arXiv:2306.06101 towards zero, in f64: the estimates and the point."""
+    """Run algorithm 4 of arXiv:2306.06101 towards zero in float64; return estimates and point."""
     beta1, beta2, d, d0, r = 0.9, 0.999, 1e-4, 1e-4, 0.0
     beta3 = np.sqrt(beta2)
     x = start().detach().double().numpy()
@@ -289,7 +289,7 @@ def prodigy_by_hand(steps, *, decay):
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_prodigy_follows_the_paper(tiny_config, decay):
-    """Its estimate grows from the first one, and its steps are the paper's; f32 rounding apart."""
+    """The estimate grows, and the steps agree with the paper up to float32 rounding."""
     config = tiny_config("optim=prodigy", "optim.d0=1e-4", f"optim.weight_decay={decay}")
     parameter = start()
     optimizer = build_optimizer(config.optim, {"l0.q.lora_a": parameter})
@@ -332,17 +332,17 @@ def test_prodigy_follows_the_paper(tiny_config, decay):
     ],
 )
 def test_a_setting_that_an_optimizer_cannot_have_is_refused(overrides, where, words):
-    """Before any work, by name."""
+    """The error comes before any work and names the setting."""
     (problem,) = check(overrides).problems
     assert problem.where == where
     assert words in str(problem)
 
 
-# LoRA+
+# LoRA+.
 
 
 def of_peft(model, config, ratio):
-    """Return PEFT's own optimizer of LoRA+ over a model of PEFT's."""
+    """Return PEFT's LoRA+ optimizer over a PEFT model."""
     from peft.optimizers import create_loraplus_optimizer
 
     decay = config.optim.weight_decay
@@ -358,14 +358,14 @@ def of_peft(model, config, ratio):
 
 
 def rates(optimizer):
-    """Return rate and decay of each parameter, by its identity."""
+    """Return rate and weight decay by parameter identity."""
     groups = optimizer.param_groups
     return {id(p): (g["lr"], g["weight_decay"]) for g in groups for p in g["params"]}
 
 
 @pytest.mark.parametrize("variant", ["lora", "dora"])
 def test_lora_plus_has_the_groups_of_peft(tiny_backend, tiny_config, variant):
-    """Every parameter of a real model has PEFT's rate and decay, DoRA's magnitudes too."""
+    """Rate and decay of every parameter agree, DoRA's magnitudes included."""
     settings = ("optim.loraplus_lr_ratio=16", "optim.weight_decay=0.1", f"lora.variant={variant}")
     config = tiny_config(*settings)
     backend = tiny_backend(*settings)
@@ -375,7 +375,7 @@ def test_lora_plus_has_the_groups_of_peft(tiny_backend, tiny_config, variant):
 
 
 def test_lora_plus_takes_the_steps_of_peft(tiny_backend, tiny_config):
-    """Three steps with the same gradients end at the same bits."""
+    """Three steps with the same gradients are bitwise equal."""
     settings = ("optim.loraplus_lr_ratio=4", "optim.weight_decay=0.1")
     config = tiny_config(*settings)
     ends = []
@@ -407,14 +407,14 @@ def test_lora_plus_takes_the_steps_of_peft(tiny_backend, tiny_config):
     ],
 )
 def test_lora_plus_is_refused_where_it_means_nothing(overrides, words):
-    """Without A and B, or with a ratio that would slow B down."""
+    """Without A and B it has no effect; a ratio below 1 would slow B down."""
     (problem,) = check(overrides).problems
     assert problem.where == "optim.loraplus_lr_ratio"
     assert words in str(problem)
 
 
 def test_the_state_of_two_groups_is_named_in_their_order(tiny_config):
-    """A's are numbered before B's, whatever the order of the layers."""
+    """All A come first in the state, whatever the order of the layers."""
     config = tiny_config("optim.loraplus_lr_ratio=4")
     names = [f"{layer}.lora_{half}" for layer in ("l0.q", "l1.q") for half in "ab"]
     parameters = {name: start((2, 2)) for name in names}

@@ -1,4 +1,4 @@
-"""Processes beside the first, and what is said when one ends."""
+"""Worker processes of a distributed run, and the errors when one ends."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def never(error):
 
 
 def test_processes_that_end_well_leave_nothing(tmp_path):
-    """No failure, and no empty log."""
+    """There is no error and no empty log."""
     with started_workers({1: ENDS, 2: ENDS}, tmp_path / "processes", stuck=never) as others:
         assert others.failed_within(20) is None
     assert not (tmp_path / "processes").exists()
 
 
 def test_a_failed_process_is_named_with_its_last_words(tmp_path):
-    """Its number, how it ended, its log, and how to go on."""
+    """The error gives the rank, the exit code, the log's last lines, and a remedy."""
     with started_workers({1: WAITS, 2: FAILS}, tmp_path / "processes", stuck=never) as others:
         found = others.failed_within(20)
         assert found is not None
@@ -40,7 +40,7 @@ def test_a_failed_process_is_named_with_its_last_words(tmp_path):
 
 
 def test_a_killed_process_is_told_by_its_signal(tmp_path):
-    """As the system's own killer leaves it, without a word."""
+    """A process killed without a message is reported by its signal."""
     with started_workers({1: KILLED}, tmp_path / "processes", stuck=never) as others:
         found = others.failed_within(20)
     assert found is not None
@@ -48,7 +48,7 @@ def test_a_killed_process_is_told_by_its_signal(tmp_path):
 
 
 def test_what_still_runs_ends_with_an_error_of_the_block(tmp_path):
-    """Nobody is left to train with."""
+    """If the main process fails, its workers are terminated."""
     with (
         pytest.raises(KeyError),
         started_workers({1: WAITS}, tmp_path / "processes", stuck=never) as others,
@@ -58,7 +58,7 @@ def test_what_still_runs_ends_with_an_error_of_the_block(tmp_path):
 
 
 def test_who_waits_for_the_dead_is_told_in_the_end(tmp_path, monkeypatch):
-    """The block goes on as if nothing were, like a collective on a GPU."""
+    """The callback is called while the main process is stuck, as in a GPU collective."""
     monkeypatch.setattr(distributed, "STUCK_S", 0.1)
     told = []
     was_told = threading.Event()

@@ -1,4 +1,4 @@
-"""How processes meet, and how it shows that one is gone."""
+"""Joining processes into a group, and errors when one is gone."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ CPU = torch.device("cpu")
 
 
 def test_what_is_told_reaches_who_comes_to_the_port():
-    """Before anyone has joined."""
+    """Values can be published before any worker connects."""
     store = open_store(2)
     publish(store, {"config": "seed: 1\n", "checkpoint": None})
     assert receive(store_at(store.port, 2)) == {"config": "seed: 1\n", "checkpoint": None}
 
 
 def test_a_group_ends_with_its_block():
-    """Also by an error; another can be joined after it."""
+    """The group is destroyed, also after an error, and another can be joined."""
     for _ in range(2):
         with joined(ALONE, CPU, open_store(1)):
             assert all_gather({"peak": 3}, ALONE) == [{"peak": 3}]
@@ -41,7 +41,7 @@ def test_a_group_ends_with_its_block():
 
 
 def test_one_process_needs_no_strategy(tiny_config):
-    """It trains as if there were no groups at all, whatever is asked of several."""
+    """A single process trains without a group, whatever the sharing setting."""
     for asked in ("trainer=cpu", "trainer=ddp", "trainer=fsdp"):
         assert strategy_of(tiny_config(asked, "trainer.accelerator=cpu"), ALONE) == "auto"
 
@@ -49,7 +49,7 @@ def test_one_process_needs_no_strategy(tiny_config):
 def test_several_have_the_strategy_that_is_asked_for(
     tiny_config,
 ):
-    """Lightning's own, for the whole graph or for a base in parts."""
+    """Lightning's strategy is chosen for whole or sharded bases."""
     rank = Rank(rank=1, world_size=2, local_rank=1, local_world_size=2)
     for asked, kind in (("trainer=ddp", DDPStrategy), ("trainer=fsdp", ShardedBase)):
         assert isinstance(strategy_of(tiny_config(asked, "trainer.accelerator=cpu"), rank), kind)
@@ -63,7 +63,7 @@ def test_several_have_the_strategy_that_is_asked_for(
     ],
 )
 def test_a_broken_connection_is_told_as_such(error):
-    """With the library's own words, and how to go on."""
+    """The error has the library's message and says how to continue."""
     found = as_peer_failure(error)
     assert found is not None
     assert "cannot be reached" in str(found)
@@ -73,5 +73,5 @@ def test_a_broken_connection_is_told_as_such(error):
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes differ"), ValueError("gloo")])
 def test_any_other_error_is_what_it_is(error):
-    """A bug stays one."""
+    """Other errors pass unchanged."""
     assert as_peer_failure(error) is None

@@ -1,4 +1,4 @@
-"""Log-likelihoods of the base before training, compared with transformers' own."""
+"""Log-likelihoods of the base before training, compared with transformers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def parts(tiny_config, tiny_base):
-    """A module with an unquantized base in f32, and the encoded rows."""
+    """Return a module with an unquantized base in float32, and the encoded rows."""
     words = ("objective=dpo", "backend=lora", "quant=none", "quant.compute_dtype=f32")
     config = tiny_config(*words, "data.seq_len=256")
     module = TrainingModule(
@@ -46,7 +46,7 @@ def parts(tiny_config, tiny_base):
 
 @pytest.fixture
 def side(parts, tmp_path, monkeypatch):
-    """Make the side of some blocks, whose cache is a directory of the test's."""
+    """Return the pass over some blocks, with its cache in the test's directory."""
     monkeypatch.setattr(cached_pass, "writable_cache", lambda: tmp_path)
     _, documents = parts
     blocks = [[0, 1, 2, 3], [4, 5], [6, 7, 8, 9, 10, 11], [12, 13], [14, 15, 16, 17]]
@@ -71,7 +71,7 @@ def base_pass(module):
 
 
 def test_values_are_those_of_transformers(parts, side, tiny_base):
-    """Of each document by itself, by the model's own loss with labels."""
+    """The oracle is the model's own loss with labels for each single document."""
     from transformers import AutoModelForCausalLM
 
     module, documents = parts
@@ -89,7 +89,7 @@ def test_values_are_those_of_transformers(parts, side, tiny_base):
 
 
 def test_a_stop_loses_what_was_not_written(parts, side, monkeypatch):
-    """The next run computes the rest alone, to the same bits."""
+    """After an interruption only missing values are computed, bitwise equal."""
     module, _ = parts
     whole = side(range(5), {"base": "whole"})
     whole.complete(base_pass(module), ALONE)
@@ -121,7 +121,7 @@ def test_a_stop_loses_what_was_not_written(parts, side, monkeypatch):
 
 
 def test_runs_add_to_one_entry(parts, side):
-    """Each writes what it needs; neither takes the other's away."""
+    """Two runs write different blocks of one cache entry, and both remain."""
     module, _ = parts
     one, other = side([0, 1]), side([3])
     one.complete(base_pass(module), ALONE)
@@ -134,7 +134,7 @@ def test_runs_add_to_one_entry(parts, side):
 
 
 def test_other_content_is_another_entry(side):
-    """Of the base, the documents or the blocks."""
+    """A change of the base, the documents or the blocks changes the key."""
     first = side([0])
     assert side([0]).directory == side([1, 2]).directory == first.directory
     assert side([0], {"base": "c"}).directory != first.directory
@@ -151,7 +151,7 @@ def test_other_content_is_another_entry(side):
 
 
 def test_a_document_has_its_own_value(parts):
-    """Also where a micro-batch has a document of the next epoch."""
+    """This holds also if a micro-batch has a document of the next epoch."""
     _, documents = parts
     stream = MicroBatches(
         documents, [[0, 1], [2, 3]], micro_batch_size=3, total=1, seed=0, packing=True, pad_id=0
@@ -164,7 +164,7 @@ def test_a_document_has_its_own_value(parts):
 
 
 def test_an_objective_of_ones_own_is_refused(parts):
-    """Its class may compare with the base in another way."""
+    """A user's class may use the base in another way."""
     module, _ = parts
     other = SimpleNamespace(objective=OverTokens(lambda *_: None))
     with pytest.raises(ConfigError, match="may compare with the base in another way"):
@@ -173,7 +173,7 @@ def test_an_objective_of_ones_own_is_refused(parts):
 
 
 def test_only_values_of_the_adapter_leave_the_key_alone(parts, tiny_base, monkeypatch):
-    """Rank, alpha and dropout do; whatever the base computes by does not."""
+    """Rank, alpha and dropout do not change the key; settings of the base do."""
     module, _ = parts
     monkeypatch.setattr(cached_pass, "_code", lambda: "code")
     run = SimpleNamespace(manifest=SimpleNamespace(provenance={"packages": {"torch": "2"}}))

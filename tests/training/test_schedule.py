@@ -26,13 +26,13 @@ def multiplier(kind, step, *, warmup_steps, total_steps):
 
 @pytest.mark.parametrize("kind", PLAIN)
 def test_warm_up_rises_by_equal_parts_from_the_first_step_on(kind):
-    """Four steps: a quarter, a half, three quarters, all of it; the first one moves."""
+    """Four warm-up steps have 1/4, 1/2, 3/4 and 1 of the rate, so the first one moves."""
     found = [multiplier(kind, step, warmup_steps=4, total_steps=12) for step in range(5)]
     assert found == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0], abs=1e-12)
 
 
 def test_cosine_follows_the_hand_table():
-    """Eight steps after two of warm-up, in eighths of a half turn."""
+    """By hand: eight cosine steps, after two of warm-up, in eighths of a half turn."""
     root = math.sqrt(2) / 2
     table = {
         0: 0.5,
@@ -50,26 +50,26 @@ def test_cosine_follows_the_hand_table():
 
 
 def test_linear_follows_the_hand_table():
-    """Five equal parts down after one step of warm-up."""
+    """By hand: five equal decrements after one warm-up step."""
     found = [multiplier(LINEAR, step, warmup_steps=1, total_steps=6) for step in range(7)]
     assert found == pytest.approx([1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.0], abs=1e-12)
 
 
 def test_constant_stays_at_its_peak():
-    """After warm-up nothing moves, however long the run."""
+    """After warm-up the rate is constant."""
     found = [multiplier(CONSTANT, step, warmup_steps=2, total_steps=5) for step in range(8)]
     assert found == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 1], abs=1e-12)
 
 
 @pytest.mark.parametrize("kind", [COSINE, LINEAR])
 def test_without_warm_up_the_first_step_has_the_peak(kind):
-    """No step is wasted on a rate of zero."""
+    """No step has a rate of zero."""
     assert multiplier(kind, 0, warmup_steps=0, total_steps=4) == 1.0
 
 
 @pytest.mark.parametrize("kind", [COSINE, LINEAR])
 def test_the_last_step_of_a_run_still_moves(kind):
-    """Zero would be reached at the step after it, and stays zero from there."""
+    """Zero is reached one step after the last, and stays."""
     last = multiplier(kind, 59, warmup_steps=3, total_steps=60)
     assert 0 < last < 0.02
     for step in (60, 61, 600):
@@ -78,20 +78,20 @@ def test_the_last_step_of_a_run_still_moves(kind):
 
 @pytest.mark.parametrize("kind", PLAIN)
 def test_a_warm_up_as_long_as_the_run_never_falls(kind):
-    """Three steps of three: the last has the peak, and nothing divides by zero."""
+    """With three warm-up steps of three the last has the peak, without division by zero."""
     found = [multiplier(kind, step, warmup_steps=3, total_steps=3) for step in range(4)]
     assert found == pytest.approx([1 / 3, 2 / 3, 1, 1], abs=1e-12)
 
 
 @pytest.mark.parametrize("kind", [COSINE, LINEAR])
 def test_the_rate_never_rises_after_warm_up(kind):
-    """Sixty steps, each at most the one before."""
+    """Over sixty steps each rate is at most the one before."""
     found = [multiplier(kind, step, warmup_steps=5, total_steps=60) for step in range(5, 65)]
     assert all(later <= earlier for earlier, later in pairwise(found))
 
 
 def rates(scheduler, steps):
-    """Return the rates that a scheduler over a peak of 1 sets, step by step."""
+    """Return the rates that a scheduler with a peak of 1 sets, step by step."""
     found = []
     for _ in range(steps):
         found.append(scheduler.optimizer.param_groups[0]["lr"])
@@ -108,7 +108,7 @@ def optimizer():
     ("shape", "theirs"), [(DecayShape.linear, "linear"), (DecayShape.sqrt, "1-sqrt")]
 )
 def test_wsd_decays_as_transformers_does(shape, theirs):
-    """Forty steps, of which ten decay; without warm-up, whose first step they give no rate."""
+    """Forty steps, ten of decay; without warm-up, as transformers gives its first step rate 0."""
     from transformers import get_wsd_schedule
 
     ours = WsdConfig(warmup_steps=0, decay_frac=0.25, decay=shape)
@@ -121,7 +121,7 @@ def test_wsd_decays_as_transformers_does(shape, theirs):
 
 
 def test_wsd_runs_of_two_lengths_share_their_steps_up_to_the_decay():
-    """That is what it is for: a longer run goes on from a shorter one's stable phase."""
+    """A longer run can continue from the stable phase of a shorter one."""
     short, long = (
         [WsdConfig(warmup_steps=5).multiple(step, total) for step in range(80)]
         for total in (100, 200)
@@ -132,7 +132,7 @@ def test_wsd_runs_of_two_lengths_share_their_steps_up_to_the_decay():
 
 @pytest.mark.parametrize(("total", "warmup"), [(40, 12), (10, 3), (7, 2)])
 def test_one_cycle_is_torch_s_own(total, warmup):
-    """Every step, with factors of its own; a warm-up of W steps is a pct_start of W over all."""
+    """Every step agrees; a warm-up of W steps is torch's pct_start of W over all steps."""
     ours = OneCycleConfig(warmup_steps=warmup, div_factor=10.0, final_div_factor=100.0)
     reference = torch.optim.lr_scheduler.OneCycleLR(
         optimizer(),
@@ -150,7 +150,7 @@ def test_one_cycle_is_torch_s_own(total, warmup):
 
 
 def test_one_cycle_rises_over_three_tenths_unless_told_otherwise():
-    """Torch's pct_start; ours is a twentieth elsewhere."""
+    """That is torch's pct_start; other schedules default to a twentieth."""
     found = [OneCycleConfig().multiple(step, 40) for step in range(40)]
     assert found.index(max(found)) == 11
     assert found[0] == pytest.approx(1 / 25)
@@ -158,7 +158,7 @@ def test_one_cycle_rises_over_three_tenths_unless_told_otherwise():
 
 @pytest.mark.parametrize("total", [2, 30])
 def test_a_range_test_grows_by_one_factor(total):
-    """NumPy's geometric progression from the lowest multiple to the highest."""
+    """The oracle is NumPy's geometric progression from the lowest to the highest multiple."""
     schedule = LrRangeConfig(lowest=1e-4, highest=10.0)
     found = [schedule.multiple(step, total) for step in range(total)]
     assert found == pytest.approx(np.geomspace(1e-4, 10, total))

@@ -1,4 +1,4 @@
-"""A base in parts computes what a whole one does, and no process holds more than its part."""
+"""A sharded base computes the same as a whole one, and each process holds only its shard."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def in_two(
     tiny_backend,
     random_documents,
 ):
-    """Compute one batch whole, and in two processes with the base in parts."""
+    """Compute one batch whole, and in two processes with a sharded base."""
 
     def made(*overrides):
         whole = tiny_backend(*USUAL, *overrides, live=True)
@@ -58,7 +58,7 @@ def in_two(
     ids=["qlora", "recomputed", "dora", "lora"],
 )
 def test_parts_compute_what_the_whole_does(in_two, overrides):
-    """Hidden states with dropout, gradients, the base alone, answers, facts and the adapter."""
+    """Hidden states with dropout, gradients, base loss, answers, facts and adapter agree."""
     (whole, batch, hidden_MD), found = in_two(*overrides)
     gradients = {n: p.grad for n, p in whole.trainable().items() if p.grad is not None}
     with torch.no_grad(), whole.base_only():
@@ -72,7 +72,7 @@ def test_parts_compute_what_the_whole_does(in_two, overrides):
         assert not torch.equal(one["hidden"], one["base"])
         assert one["answer"] == answer
         assert one["gradients"].keys() == gradients.keys() != set()
-        for name, gradient in gradients.items():  # the mean of one and three times as much
+        for name, gradient in gradients.items():  # the weights are 1 and 3
             assert (one["gradients"][name] - 2 * gradient).norm() < 1e-5 * gradient.norm()
         assert one["facts"] == whole.facts()
         assert one["adapter"].keys() == tensors.keys()
@@ -86,7 +86,7 @@ def whole_config(overrides):
 
 
 def holds_its_part(whole, one):
-    """Half of every weight at rest, before and after; a layer is whole while it computes."""
+    """Assert that half of each weight is held at rest, and a whole layer while it computes."""
     layers = whole.causal_lm.model.layers
     all_of_it = {n: p.nbytes for n, p in layers.named_parameters() if not p.requires_grad}
     bytes_of = [sum(all_of_it[n] for n in all_of_it if n.startswith(f"{k}.")) for k in range(2)]
@@ -99,12 +99,12 @@ def holds_its_part(whole, one):
 
 
 def test_only_several_processes_hold_parts(tiny_config):
-    """Whoever evaluates the run later has it whole."""
+    """A single process that evaluates the run later holds the whole base."""
     assert not is_sharded(tiny_config(*FSDP, *QLORA), ALONE)
 
 
 def test_quantized_elsewhere_a_base_has_the_same_codes(tiny_backend, monkeypatch):
-    """Here the other device is this one; the loader asks for each layer, and is put back."""
+    """Each layer is converted by our hook, here with the same device, which is then removed."""
     from transformers.integrations.bitsandbytes import Bnb4bitQuantize
 
     asked = []

@@ -1,4 +1,4 @@
-"""Arguments of Lightning's Trainer: passed on, or refused by the promise that they would break."""
+"""Arguments of Lightning's Trainer are passed on, or refused with the promise they break."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "loggers.md").read_text(
 PROFILERS = "lightning.pytorch.profilers"
 SIMPLE = f"{PROFILERS}.SimpleProfiler"
 SINGLE = "lightning.pytorch.strategies.SingleDeviceStrategy"
-GROUPS = {"logger", "callbacks"}  # config groups of their own
+GROUPS = {"logger", "callbacks"}  # separate config groups
 PASSED = [
     ("gradient_clip_algorithm", "value"),
     ("limit_val_batches", 2),
@@ -40,7 +40,7 @@ def only(*overrides):
 
 
 def test_every_argument_of_the_trainer_is_a_setting_or_refused():
-    """Of the installed Lightning: a new argument has to be decided on."""
+    """A new argument of the installed Lightning has to be decided on."""
     arguments = inspect.signature(Trainer.__init__).parameters.keys() - {"self"}
     ours = TrainerConfig.__dataclass_fields__.keys()
     assert arguments - ours - REFUSED.keys() - GROUPS == set()
@@ -49,7 +49,7 @@ def test_every_argument_of_the_trainer_is_a_setting_or_refused():
 
 
 def test_refusals_are_on_the_page_with_their_promises():
-    """And callbacks too, under the names that users write."""
+    """Callbacks are listed too, under the names that users write."""
     rows = [line for line in PAGE.splitlines() if line.startswith("| `")]
     for name, refusal in REFUSED.items():
         (row,) = (line for line in rows if f"`{name}`" in line.split("|")[1])
@@ -63,13 +63,13 @@ def test_refusals_are_on_the_page_with_their_promises():
 
 @pytest.mark.parametrize(("name", "value"), PASSED)
 def test_an_argument_reaches_the_trainer(built, name, value):
-    """Under Lightning's own name."""
+    """The setting has Lightning's own name."""
     trainer = built(f"trainer.{name}={value}".replace("False", "false"))
     assert getattr(trainer, name) == value
 
 
 def test_flags_that_the_trainer_keeps_elsewhere_reach_it(built, tmp_path):
-    """Profilers write into the run directory; a strategy has its own arguments."""
+    """Profilers write into the run directory, and strategies have arguments of their own."""
     trainer = built("trainer.detect_anomaly=true", "trainer.inference_mode=false")
     assert trainer._detect_anomaly
     assert not trainer.validate_loop.inference_mode
@@ -86,7 +86,7 @@ def test_flags_that_the_trainer_keeps_elsewhere_reach_it(built, tmp_path):
 
 @pytest.mark.parametrize(("dtype", "name"), [("bf16", "bf16-mixed"), ("f32", "32-true")])
 def test_the_precision_is_that_of_the_graph(built, dtype, name):
-    """Whether it is asked for or not, the trainer tells what the graph computes in."""
+    """The trainer reports the precision of the graph, whether requested or not."""
     for more in ((), (f"trainer.precision={name}",)):
         assert built(f"quant.compute_dtype={dtype}", *more).precision == name
 
@@ -121,13 +121,13 @@ def test_the_precision_is_that_of_the_graph(built, dtype, name):
     ],
 )
 def test_a_value_that_lightning_would_refuse_later_is_refused_now(overrides, told):
-    """Before anything is read, with what is accepted."""
+    """The error comes before anything is read and lists accepted values."""
     assert told in str(only(*overrides))
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_a_refused_argument_names_its_promise(name):
-    """However it is typed."""
+    """This holds for every spelling of the argument."""
     for override in (f"trainer.{name}=1", f"+trainer.{name}=1"):
         text = str(only(override))
         assert f"the promise “{REFUSED[name].promise}”" in text
@@ -135,7 +135,7 @@ def test_a_refused_argument_names_its_promise(name):
 
 
 def test_a_refused_argument_in_an_option_of_the_users_names_its_promise(tmp_path, monkeypatch):
-    """And the file."""
+    """The error also names the file."""
     file = tmp_path / "conf" / "trainer" / "quick.yaml"
     file.parent.mkdir(parents=True)
     file.write_text("defaults: [cpu, _self_]\nfast_dev_run: true\n", "utf-8")
@@ -156,14 +156,14 @@ def test_a_refused_argument_in_an_option_of_the_users_names_its_promise(tmp_path
     ],
 )
 def test_a_class_that_does_not_fit_is_refused(override, told):
-    """By its kind, by its arguments, or by the promise that it would break."""
+    """Refused are a wrong kind, wrong arguments, or a promise that would break."""
     (cell,) = check(["model=tiny_llama", "trainer=cpu", override]).cells
     (problem,) = classes.check(cell.config)
     assert told in str(problem)
 
 
 def test_a_strategy_by_its_class_shares_the_work_as_ddp_does():
-    """With the arguments that it is given, and ours where it is not."""
+    """Given arguments are used, and ours where none are given."""
     from mens_exp.planning.machine import Rank
     from mens_exp.training.distributed import strategy_of
 
@@ -187,7 +187,7 @@ def test_a_strategy_by_its_class_shares_the_work_as_ddp_does():
     ],
 )
 def test_a_strategy_of_lightnings_that_is_not_offered_names_its_promise(name):
-    """Every name that the installed Lightning has, with what to use instead."""
+    """All names in the installed Lightning are covered, with an alternative."""
     problem = only(f"trainer.strategy={name}")
     assert "would break the promise" in str(problem)
     assert problem.remedy.startswith("use trainer")
@@ -204,7 +204,7 @@ def test_a_strategy_of_lightnings_that_is_not_offered_names_its_promise(name):
     ],
 )
 def test_a_strategy_for_one_device_is_the_one_that_lightning_chooses(built, overrides):
-    """Whichever way it is said; the run is the one that says nothing."""
+    """Every spelling gives the default run."""
     assert (
         type(built(*spelled_out(overrides)).strategy)
         is type(built().strategy)
@@ -228,7 +228,7 @@ def test_a_strategy_for_one_device_is_the_one_that_lightning_chooses(built, over
     ],
 )
 def test_a_strategy_for_another_device_is_refused(overrides, where, told):
-    """By the promise that it would break."""
+    """The error names the promise that would break."""
     problem = only(f"trainer.strategy._target_={SINGLE}", *overrides)
     assert problem.where == where
     assert "would break the promise" in str(problem)
@@ -236,14 +236,14 @@ def test_a_strategy_for_another_device_is_refused(overrides, where, told):
 
 
 def test_auto_shares_the_work_of_several_processes():
-    """As ddp does."""
+    """The strategy is then that of ddp."""
     named = ("model=tiny_llama", "trainer=cpu", "trainer.strategy=auto", "trainer.devices=2")
     (cell,) = check([*named]).cells
     assert cell.config.trainer.sharing.value == "ddp"
 
 
 def test_class_and_arguments_may_be_said_one_by_one():
-    """They are the mapping that the setting takes; a profiler too."""
+    """Nested overrides equal the mapping, for strategies and profilers."""
     ddp = "trainer.strategy._target_=lightning.pytorch.strategies.DDPStrategy"
     more = ("trainer.strategy.find_unused_parameters=true", f"trainer.profiler._target_={SIMPLE}")
     (cell,) = check(["model=tiny_llama", "trainer=ddp", ddp, *more]).cells
@@ -255,7 +255,7 @@ def test_class_and_arguments_may_be_said_one_by_one():
 
 
 def test_what_is_new_is_part_of_the_contract_once_it_is_set(tiny_config):
-    """By value; a run that leaves it out means what it meant before."""
+    """Values enter the digest if set; without them a contract is unchanged."""
     plain = contract_of(tiny_config())
     assert not [
         name for name in plain.settings if name in ("trainer.max_time", "trainer.precision")
@@ -277,7 +277,7 @@ def test_what_is_new_is_part_of_the_contract_once_it_is_set(tiny_config):
 
 
 def test_flags_work_together_on_a_run_that_ends_by_the_clock(train_in, tmp_path, monkeypatch):
-    """After a whole step, validated, with a checkpoint; the record says what cut it short."""
+    """The run stops after a whole validated step with a checkpoint, and records the reason."""
     run = train_in(
         tmp_path / "run",
         *("trainer.max_steps=100000", "trainer.max_time=00:00:00:01", "trainer.profiler=simple"),

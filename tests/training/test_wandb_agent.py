@@ -13,7 +13,7 @@ DRAWN = {"optim.lr": 0.000123, "backend": "lora"}
 
 
 def told(path=None):
-    """What `wandb agent` puts into the environment of its process."""
+    """Set the environment variables that `wandb agent` gives its process."""
     ids = {"WANDB_RUN_ID": "abc123", "WANDB_SWEEP_ID": "swp456"}
     where = {"WANDB_ENTITY": "lab", "WANDB_PROJECT": "mine"}
     return ids | where | ({} if path is None else {"WANDB_SWEEP_PARAM_PATH": str(path)})
@@ -36,7 +36,7 @@ def sweep_at(path, manifest, **logger):
 
 
 def test_what_an_agent_told_is_read_back_from_the_manifest(tmp_path):
-    """Its file of values is written by wandb's own code."""
+    """The file of values is written by wandb's own code."""
     file = tmp_path / "config-abc123.yaml"
     save_config_file_from_dict(str(file), {key: {"value": one} for key, one in DRAWN.items()})
     manifest = manifest_of(agent_inputs(told(file)))
@@ -47,14 +47,14 @@ def test_what_an_agent_told_is_read_back_from_the_manifest(tmp_path):
 
 @pytest.mark.parametrize("missing", ["WANDB_RUN_ID", "WANDB_SWEEP_ID"])
 def test_without_both_ids_there_is_no_agent(missing):
-    """A run's id alone is a stray variable, a sweep's alone names no run."""
+    """Only a run id, or only a sweep id, does not make an agent."""
     assert agent_inputs({key: one for key, one in told().items() if key != missing}) == {}
     assert recorded_agent(manifest_of({})) is None
 
 
 @pytest.mark.parametrize("text", [None, "a: [", "- 1", "wandb_version: 1\n\nseed: 3"])
 def test_a_file_of_values_that_cannot_be_read_hides_no_run(tmp_path, text):
-    """The command line has the values anyway."""
+    """The command line has the values too."""
     file = tmp_path / "values.yaml"
     if text is not None:
         file.write_text(text, encoding="utf-8")
@@ -64,7 +64,7 @@ def test_a_file_of_values_that_cannot_be_read_hides_no_run(tmp_path, text):
 
 
 def test_a_job_of_a_sweep_that_an_agent_launched_is_not_the_agents_run(tmp_path):
-    """All of them would be one run."""
+    """All jobs of the sweep would be the same W&B run."""
     (tmp_path / "sweep.json").touch()
     manifest = manifest_of(agent_inputs(told()))
     job = tmp_path / "0_abcd1234"
@@ -73,7 +73,7 @@ def test_a_job_of_a_sweep_that_an_agent_launched_is_not_the_agents_run(tmp_path)
 
 
 def test_a_run_that_is_sent_elsewhere_is_of_no_sweep(tmp_path):
-    """The sweep is in its own project alone; without an entity it is the account's."""
+    """A sweep belongs to one project; without an entity, to the default account."""
     manifest = manifest_of(agent_inputs(told()))
     assert sweep_at(tmp_path, manifest, project="mine") == "swp456"
     assert sweep_at(tmp_path, manifest, project="mine", entity="lab") == "swp456"

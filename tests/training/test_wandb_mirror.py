@@ -30,7 +30,7 @@ PLAN = {"steps": 2, "tokens_total": 200}
 
 
 class FakeRun:
-    """The real directory, telemetry and manifest, without a task around them."""
+    """The real directory, telemetry and manifest without a task."""
 
     def __init__(self, path):
         self.dir = RunDir(path)
@@ -88,7 +88,7 @@ class FakeRun:
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
-    """An empty home directory without an account, and none of the caller's W&B variables."""
+    """Set an empty home directory without an account, and clear all W&B variables."""
     path = tmp_path / "home"
     path.mkdir()
     monkeypatch.setenv("HOME", str(path))
@@ -101,7 +101,7 @@ def home(tmp_path, monkeypatch):
 
 @pytest.fixture
 def run(tmp_path):
-    """A run in the middle; closed whatever the test does with it."""
+    """Return an unfinished run; it is closed after the test."""
     fake = FakeRun(tmp_path / "run")
     yield fake
     fake.close(Status.CANCELLED)
@@ -140,7 +140,7 @@ def summary(run):
 
 
 def table_of(run, name):
-    """The last table of a name, as its file has it."""
+    """Return the last table of a name from its file."""
     row = [one for one in history(run.dir.wandb) if f"{name}.path" in one][-1]
     return json.loads((offline_runs(run)[-1] / "files" / row[f"{name}.path"]).read_text("utf-8"))
 
@@ -155,7 +155,7 @@ def write_scorecard(run, **more):
     counts = {"finished": True, "error": None, "tokens_in": 3, "tokens_out": 4}
     base = {**item, **counts, "condition": "base", "completion": "def f(", "parses": False}
     tuned = {**item, **counts, "condition": "tuned", "completion": "f = 1", "parses": True}
-    # As version 1 had them: what else there is today plays no part in a table.
+    # The columns of version 1; later ones do not matter for this table.
     run.dir.events.write_text("".join(f"{json.dumps(event)}\n" for event in (base, tuned)))
 
 
@@ -167,7 +167,7 @@ def write_adapter(run):
 
 
 def test_leet_shows_the_resolved_configuration_and_the_plan(run):
-    """Both were on record before the mirror started, and neither is lost."""
+    """Configuration and plan were recorded before the mirror started, and are kept."""
     run.emit_start()
     started(run)
     run.telemetry.emit("facts", {"seq_len": 512})
@@ -177,7 +177,7 @@ def test_leet_shows_the_resolved_configuration_and_the_plan(run):
 
 
 def test_configuration_falls_back_to_config_yaml(run):
-    """A record without a run_started event still has its composed configuration."""
+    """Without a run_started event the configuration is read from the file."""
     run.dir.config.write_text("seed: 42\nlora:\n  r: 8\n", encoding="utf-8")
     started(run)
     run.close()
@@ -185,7 +185,7 @@ def test_configuration_falls_back_to_config_yaml(run):
 
 
 def test_sections_of_other_tasks_are_no_part_of_the_configuration(run):
-    """Forty of them would hide what was trained."""
+    """About forty irrelevant settings would hide those of training."""
     unread = {"chat": {"max_new_tokens": 9}, "serve": {"port": 1}, "push": {"message": "m"}}
     payload = {"run_id": RUN_ID, "task": "train", "config": {**CONFIG, **unread}, "overrides": []}
     run.telemetry.emit("run_started", payload)
@@ -195,7 +195,7 @@ def test_sections_of_other_tasks_are_no_part_of_the_configuration(run):
 
 
 def test_metrics_of_the_users_are_curves_with_the_summary_that_they_declare(run):
-    """Those of the base after training are none; a bare name is one like any other."""
+    """Values of the base after training are not points; undotted names work like others."""
     declares("probe/entropy_of_w", unit="nats", direction="min", reduction="min")(object)
     own_metric("lr-AdamW")
     started(run)
@@ -215,7 +215,7 @@ def test_metrics_of_the_users_are_curves_with_the_summary_that_they_declare(run)
 
 
 def test_the_best_point_of_each_curve_is_in_the_summary(run):
-    """In the direction that its metric declares, beside the value of the adapter that was kept."""
+    """The metric's direction decides; the kept adapter's value stands beside it."""
     run.emit_start()
     started(run)
     for step, loss, rate in ((1, 1.5, 0.25), (2, 1.25, 0.75), (3, 1.75, 0.5)):
@@ -230,7 +230,7 @@ def test_the_best_point_of_each_curve_is_in_the_summary(run):
 
 
 def test_the_best_point_of_a_metric_of_the_users_is_in_the_summary(run):
-    """If it has a direction; without one, no point is best."""
+    """Without a declared direction there is no best point."""
     declares("probe/margin_of_w", unit="1", direction="max")(object)
     own_metric("probe/width_of_w")
     directions = {"probe/margin_of_w": "max", "probe/width_of_w": "none"}
@@ -248,7 +248,7 @@ def test_the_best_point_of_a_metric_of_the_users_is_in_the_summary(run):
 
 
 def test_shares_of_the_scorecard_are_a_panel_of_bars(run):
-    """W&B's own bar chart, which a reviewer can filter; what is unknown has no bar."""
+    """The chart is W&B's own bar chart; unknown values have no bar."""
     started(run)
     run.emit_step(1)
     write_scorecard(run, compile_at_1=0.75, latency_p50_ms=9.0)
@@ -265,7 +265,7 @@ def test_shares_of_the_scorecard_are_a_panel_of_bars(run):
 
 
 def test_wandb_collects_what_it_is_asked_to_collect(run):
-    """Notes, commit, packages, and the load of the process that trains."""
+    """Notes, commit, packages and the load of the training process are collected."""
     started(run, notes="Does rank matter?", git=True, requirements=True)
     run.close()
     assert records(run.dir.wandb, "run")[0]["notes"] == "Does rank matter?"
@@ -283,11 +283,11 @@ def test_wandb_collects_what_it_is_asked_to_collect(run):
         == "wrap"
     )
     later = settings_of(logger, run.dir, run.manifest, CONFIG, "id")
-    assert later["x_disable_stats"] is True  # the machine is another by then
+    assert later["x_disable_stats"] is True  # at that time on another machine
 
 
 def test_leet_shows_each_step_with_both_axes(run):
-    """A row has the optimizer step and the supervised tokens seen by then."""
+    """Each row has the optimizer step and the supervised tokens so far."""
     run.emit_start()
     started(run)
     for step in (1, 2):
@@ -300,7 +300,7 @@ def test_leet_shows_each_step_with_both_axes(run):
 
 
 def test_a_scorecard_of_training_is_a_point_of_its_curve(run):
-    """At its step; what was not measured, and how many items there were, is no point."""
+    """Unknown values and the number of items are not points of a curve."""
     run.emit_start()
     started(run)
     for step, rate in ((1, 0.25), (2, 0.5)):
@@ -315,7 +315,7 @@ def test_a_scorecard_of_training_is_a_point_of_its_curve(run):
 
 @pytest.mark.parametrize("has_scorecard", [True, False])
 def test_the_result_of_a_kpi_has_the_last_word_over_its_curve(run, has_scorecard):
-    """Both have one name, and the curve is of the first items, or of another step's adapter."""
+    """The curve uses the first items or another step's adapter, so the result overrides it."""
     started(run)
     run.emit_step(1)
     run.emit_scorecard(1, 0.25)
@@ -331,7 +331,7 @@ def test_the_result_of_a_kpi_has_the_last_word_over_its_curve(run, has_scorecard
 
 
 def test_one_kpi_has_one_name_everywhere(run):
-    """That of the table of KPIs, behind its condition: curve, axis, summary, tables."""
+    """Curve, axis, summary and tables use the name from the KPI table after its condition."""
     started(run)
     run.emit_step(1)
     payload = {"step": 1, "items": 8, "unknown": {}, "eval/compile_pass_1": 0.5}
@@ -358,7 +358,7 @@ def test_one_kpi_has_one_name_everywhere(run):
 
 
 def test_metrics_are_drawn_against_the_step_and_tokens_are_an_axis(run):
-    """The metric table decides axis and summary."""
+    """The metric table decides the axis and the summary."""
     started(run)
     run.close()
     defined = {record["name"]: record for record in records(run.dir.wandb, "metric")}
@@ -368,7 +368,7 @@ def test_metrics_are_drawn_against_the_step_and_tokens_are_an_axis(run):
 
 
 def test_base_validation_after_training_is_no_point_of_the_curve(run):
-    """It would pass for the tuned model's loss at that step."""
+    """It would look like the tuned model's loss at that step."""
     started(run)
     run.emit_step(1)
     run.emit_validation(1, "base", 2.0)
@@ -378,13 +378,13 @@ def test_base_validation_after_training_is_no_point_of_the_curve(run):
 
 
 def test_leet_shows_the_results_as_summary(run):
-    """What is unknown is null there, as it is in the manifest."""
+    """Unknown values are null, as in the manifest."""
     started(run)
     write_scorecard(run)
     run.close(tuned_val_loss=1.25, peak_cuda_bytes=None)
     shown = summary(run)["summary"]
     assert shown["tuned/val_loss"] == 1.25
-    written = {}  # --summary leaves a null out, the log has it
+    written = {}  # --summary omits null; the log has it
     for record in records(run.dir.wandb, "summary"):
         written |= record["update"]
     assert written["peak_cuda_bytes"] is None
@@ -393,7 +393,7 @@ def test_leet_shows_the_results_as_summary(run):
 
 
 def test_leet_shows_scorecard_and_predictions_as_tables(run):
-    """Condition × KPI, and base beside tuned for each item."""
+    """The tables have condition by KPI, and base beside tuned for each item."""
     started(run)
     run.emit_step(1)
     write_scorecard(run)
@@ -410,11 +410,11 @@ def test_leet_shows_scorecard_and_predictions_as_tables(run):
     shown = ["i0", "Write f.", "def f(): pass", "def f(", "f = 1", False, True]
     assert [line[:7] for line in items["data"]] == [shown]
     assert "tuned/compile_pass_1" in items["columns"]
-    assert "tuned/task_success" not in items["columns"]  # no answer has it
+    assert "tuned/task_success" not in items["columns"]  # no answer has one
 
 
 def test_predictions_have_what_is_known_of_meaning_repairs_and_errors(run):
-    """Both sides of each; a condition that the suite brought itself has columns too."""
+    """Each column exists for both conditions, and for those that the suite adds."""
     item = {"item_id": "i0", "prompt": "Write f.", "reference": "", "group": "", "sample": 0}
     made = {"version": 3, "finished": True, "parses": True, "tokens_in": 3, "tokens_out": 4}
     none = ["pass_1", "canonical_pass", "strictness", "latency_ms", "time_to_first_valid_ms"]
@@ -465,7 +465,7 @@ def test_predictions_have_what_is_known_of_meaning_repairs_and_errors(run):
 
 
 def test_leet_shows_adapter_and_manifest_as_artifacts(run):
-    """Each is staged whole, with its files' hashes, and without half-written leftovers."""
+    """Each has all files with their digests and no temporary files."""
     started(run)
     write_adapter(run)
     run.close()
@@ -480,7 +480,7 @@ def test_leet_shows_adapter_and_manifest_as_artifacts(run):
 
 
 def test_leet_shows_project_group_name_tags_and_job_type(run):
-    """They come from the logger's settings first, then from the manifest."""
+    """The logger's settings take precedence over the manifest."""
     run.emit_start()
     run.manifest.experiment = "double_quant"
     started(run, project="lab", tags=["mine"])
@@ -498,7 +498,7 @@ def test_leet_shows_project_group_name_tags_and_job_type(run):
     [(Status.SUCCEEDED, 0), (Status.FAILED, 1), (Status.CANCELLED, 1)],
 )
 def test_exit_code_tells_success(run, status, exit_code):
-    """Whatever ended the run, the mirror is finished and says how."""
+    """The mirror is finished with the exit code, whatever ended the run."""
     started(run)
     run.emit_step(1)
     run.close(status)
@@ -517,7 +517,7 @@ def test_several_starts_make_one_mirror(run):
 
 
 def test_resumed_run_continues_the_same_wandb_run(run, tmp_path):
-    """The second attempt replays what the first one's record kept, under the same id."""
+    """The second attempt replays the record of the first under the same id."""
     run.emit_start()
     started(run)
     for step in (1, 2):
@@ -536,7 +536,7 @@ def test_resumed_run_continues_the_same_wandb_run(run, tmp_path):
 
 
 def test_mirror_is_silent_and_stays_inside_the_run_directory(run, home, tmp_path, capfd):
-    """Nothing on the console, nothing in the home directory, nothing beside the run."""
+    """Nothing is written to the console, the home directory or outside the run."""
     run.emit_start()
     started(run)
     run.emit_step(1)
@@ -549,7 +549,7 @@ def test_mirror_is_silent_and_stays_inside_the_run_directory(run, home, tmp_path
 
 
 def test_mirror_collects_nothing_about_the_machine(run, monkeypatch):
-    """Neither host, nor working directory, nor program, nor credentials are in its files."""
+    """Its files contain no host name, working directory, program or credentials."""
     monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
     monkeypatch.setattr(sys, "argv", ["a_program_of_its_own.py"])
     started(run)
@@ -557,13 +557,13 @@ def test_mirror_collects_nothing_about_the_machine(run, monkeypatch):
     found = b"".join(path.read_bytes() for path in run.dir.wandb.rglob("*") if path.is_file())
     host = socket.gethostname()
     secrets = [str(Path.cwd()), sys.argv[0], "0123456789"]
-    if len(host) > 4:  # a shorter one stands in binary files by chance
+    if len(host) > 4:  # a shorter string may occur in binary files by chance
         secrets.append(host)
     assert [text for text in secrets if text.encode() in found] == []
 
 
 def test_process_is_left_as_it_was(run, monkeypatch):
-    """The environment and the exit hooks are the caller's again, during the run and after."""
+    """Environment and exit hooks are unchanged during and after the run."""
     monkeypatch.setenv("WANDB_MODE", "disabled")
     before = dict(os.environ), sys.exit, sys.excepthook
     started(run)
@@ -573,7 +573,7 @@ def test_process_is_left_as_it_was(run, monkeypatch):
 
 
 def test_configuration_wins_over_the_environment(run, monkeypatch):
-    """A stray WANDB_ variable does not change what was configured."""
+    """WANDB_ variables do not override the configuration."""
     monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.setenv("WANDB_RUN_ID", "stray")
     started(run)
@@ -582,7 +582,7 @@ def test_configuration_wins_over_the_environment(run, monkeypatch):
 
 
 def test_the_run_of_an_agent_is_that_of_its_sweep(run):
-    """An agent tells both ids; under them it waits for its run."""
+    """Its own ids are used, under which the agent waits for the run."""
     told = {"WANDB_RUN_ID": "theirs", "WANDB_SWEEP_ID": "sweep"}
     run.manifest.inputs |= agent_inputs(told)
     started(run)
@@ -592,9 +592,9 @@ def test_the_run_of_an_agent_is_that_of_its_sweep(run):
 
 
 def test_online_without_an_account_is_refused_without_a_prompt(run, monkeypatch):
-    """Even at a terminal the answer is an error that names the way out."""
+    """Even on a terminal there is an error with a remedy, and no prompt."""
     terminal = SimpleNamespace(isatty=lambda: True, write=len, flush=list)
-    monkeypatch.setattr(sys, "stdin", terminal)  # has no readline: a prompt would break on it
+    monkeypatch.setattr(sys, "stdin", terminal)  # without readline a prompt would fail
     monkeypatch.setattr(sys, "stderr", terminal)
     with pytest.raises(SetupError, match="logger=none") as caught:
         started(run, mode=WandbMode.online)
@@ -603,13 +603,13 @@ def test_online_without_an_account_is_refused_without_a_prompt(run, monkeypatch)
 
 
 def test_tag_that_wandb_refuses_is_refused_at_the_start(run):
-    """A user's own tag is not cut behind their back."""
+    """A user's tag is not truncated silently."""
     with pytest.raises(SetupError, match="65 characters"):
         started(run, tags=["x" * 65])
 
 
 def test_sink_that_fails_later_is_recorded_and_still_finishes(run, monkeypatch):
-    """Training goes on, and the mirror has what came before."""
+    """Training continues, and the mirror keeps what was logged before."""
     mirror = started(run)
     run.emit_step(1)
 
@@ -626,7 +626,7 @@ def test_sink_that_fails_later_is_recorded_and_still_finishes(run, monkeypatch):
 
 
 def test_unreadable_scorecard_still_finishes_the_mirror(run):
-    """The error is the run's to record."""
+    """The error is recorded by the run itself."""
     started(run)
     run.dir.scorecard.write_text("{", encoding="utf-8")
     with pytest.raises(MensError, match=r"scorecard\.json"):
@@ -635,7 +635,7 @@ def test_unreadable_scorecard_still_finishes_the_mirror(run):
 
 
 def test_crash_of_wandbs_process_does_not_end_ours(run, monkeypatch):
-    """W&B answers it with SystemExit, which nobody would isolate."""
+    """W&B raises SystemExit, which is caught here."""
     import wandb
 
     teardown = wandb.teardown
@@ -651,7 +651,7 @@ def test_crash_of_wandbs_process_does_not_end_ours(run, monkeypatch):
 
 
 def test_run_of_somebody_else_in_the_process_survives(run, tmp_path):
-    """A notebook's own W&B run is neither taken over nor ended."""
+    """A W&B run of a notebook is neither reused nor finished."""
     import wandb
 
     options = {"mode": "offline", "dir": tmp_path, "id": "theirs"}
@@ -672,7 +672,7 @@ def test_run_of_somebody_else_in_the_process_survives(run, tmp_path):
 
 
 def test_wandb_is_not_imported_before_the_mirror_starts():
-    """Neither importing nor constructing the callback loads it."""
+    """Importing and constructing the callback do not import wandb."""
     code = (
         "import sys; from pathlib import Path; from types import SimpleNamespace as N\n"
         "from mens_exp.training.wandb_mirror import WandbMirror\n"

@@ -34,7 +34,7 @@ def group_of(path, logger, manifest):
 
 
 def sweep_of(root, *cells, directory="{number}_runs"):
-    """Write the record of a sweep, a job for each tuple of overrides that differ."""
+    """Write the record of a sweep with a job for each tuple of overrides."""
     root.mkdir(parents=True, exist_ok=True)
     jobs = [
         {
@@ -88,18 +88,18 @@ def names_of(root, *cells, fixed=(), **how):
     ],
 )
 def test_name_begins_with_what_was_changed(tmp_path, overrides, changed):
-    """Then seed, model and backend, each once; settings of the log are left out."""
+    """Then come seed, model and backend, once each; logger settings are left out."""
     name = name_of(RunDir(tmp_path), manifest_of(*overrides), CONFIG)
     assert name == f"{changed}seed42 SmolLM2-135M-Instruct qlora"
 
 
 def test_name_without_a_configuration_uses_the_option(tmp_path):
-    """The chosen option stands in for the model's own name."""
+    """The chosen option replaces the model's name."""
     assert name_of(RunDir(tmp_path), manifest_of(), {}) == "seed42 smollm2_135m qlora"
 
 
 def test_long_name_keeps_its_seed_and_the_ends_of_a_long_value(tmp_path):
-    """128 characters are W&B's limit; the model is what goes."""
+    """W&B allows 128 characters; the model is dropped first."""
     manifest = manifest_of(f"data.path=/data/{'x' * 200}/rows.jsonl", "optim.lr=0.1")
     name = name_of(RunDir(tmp_path), manifest, CONFIG)
     assert name == "path=/data/x…xxxxx/rows.jsonl lr=0.1 seed42 SmolLM2-135M-Instruct qlora"
@@ -111,7 +111,7 @@ def test_long_name_keeps_its_seed_and_the_ends_of_a_long_value(tmp_path):
 
 
 def test_name_in_a_sweep_begins_with_its_factors(tmp_path):
-    """What all jobs share comes behind the model; a model that varies is not said twice."""
+    """Shared overrides follow the model, and a varied model is named only once."""
     fixed = ["data.seq_len=512", "trainer.max_steps=9"]
     cells = [("lora.r=8", "seed=1"), ("lora.r=16", "seed=1")]
     assert names_of(tmp_path / "a", *cells, fixed=fixed) == [
@@ -139,7 +139,7 @@ PATHS = [f"data.path=/{'d' * 150}/{letter}/{'e' * 150}.jsonl" for letter in "ab"
 )
 @pytest.mark.parametrize("own", [None, "mine", "m" * 128])
 def test_two_runs_of_one_sweep_never_share_a_name(tmp_path, cells, own):
-    """Values that differ in their middle, factors past the limit, keys alike, the user's name."""
+    """Cases: values that differ in the middle, many factors, equal keys, a user's name."""
     fixed = [f"other.setting{number}={'x' * 40}" for number in range(9)]
     names = [
         display_name(WandbLogger(name=own), run, manifest_of(*fixed, *differs), CONFIG)
@@ -165,14 +165,14 @@ def test_two_runs_of_one_sweep_never_share_a_name(tmp_path, cells, own):
     )
 )
 def test_any_sweep_has_names_of_its_own(tmp_path_factory, cells):
-    """Whatever is varied, W&B takes the names and they tell the runs apart."""
+    """For random sweeps W&B accepts all names, and they are distinct."""
     names = names_of(tmp_path_factory.mktemp("sweep"), *map(tuple, cells))
     assert len(set(names)) == len(names)
     assert all(0 < len(name) <= 128 for name in names)
 
 
 def test_a_job_below_its_sweep_by_two_directories_is_of_that_sweep(tmp_path):
-    """hydra.sweep.subdir may name several; the last alone tells no job from another."""
+    """hydra.sweep.subdir may have several levels; the last alone may be ambiguous."""
     cells = [("lora.r=8",), ("lora.r=16",)]
     assert names_of(tmp_path / "swept", *cells, directory="arm{number}/run") == [
         "r=8 seed42 #0 SmolLM2-135M-Instruct qlora",
@@ -184,14 +184,14 @@ def test_a_job_below_its_sweep_by_two_directories_is_of_that_sweep(tmp_path):
 
 
 def test_a_damaged_record_of_a_sweep_costs_no_run_its_mirror(tmp_path):
-    """The directory still tells the job."""
+    """The job is then identified by its directory."""
     (tmp_path / "sweep.json").write_text("{", encoding="utf-8")
     name = name_of(RunDir(tmp_path / "0_abcd"), manifest_of("lora.r=8"), CONFIG)
     assert name == "r=8 seed42 #0_abcd SmolLM2-135M-Instruct qlora"
 
 
 def test_what_an_agent_drew_stands_first_with_the_agents_id(tmp_path):
-    """Two draws of the same values are two runs."""
+    """Two runs with equal values differ in the agent's run id."""
     manifest = manifest_of("data.seq_len=512", "optim.lr=0.1")
     manifest.inputs["wandb_agent"] = {
         "run_id": "abc123",
@@ -244,7 +244,7 @@ def task_of(name, *overrides, **inputs):
 def test_a_task_that_trains_nothing_is_named_after_what_it_does(
     tmp_path, task, inputs, config, name
 ):
-    """The model of the configuration is a default that it may not even read."""
+    """The configured model is a default that the task may not read."""
     typed = [
         "model=smollm2_135m",
         f"task={task}",
@@ -257,13 +257,13 @@ def test_a_task_that_trains_nothing_is_named_after_what_it_does(
 
 
 def test_a_plan_is_named_as_the_run_it_plans(tmp_path):
-    """It is of a fine-tune."""
+    """The plan is named as the fine-tune it plans."""
     name = name_of(RunDir(tmp_path), task_of("plan", "task=plan", "lora.r=8"), CONFIG)
     assert name == "r=8 seed42 SmolLM2-135M-Instruct qlora"
 
 
 def test_an_evaluation_of_a_sweeps_job_says_which_arm_it_scored(tmp_path):
-    """Of the adapter's directory too, with what else the command changed."""
+    """The adapter's directory works too; other overrides of the command are added."""
     cells = [("lora.r=8", "seed=1"), ("lora.r=16", "seed=1")]
     runs = sweep_of(tmp_path / "swept", *cells)
     for run, differs in zip(runs, cells, strict=True):
@@ -280,7 +280,7 @@ def test_an_evaluation_of_a_sweeps_job_says_which_arm_it_scored(tmp_path):
 
 
 def test_tags_are_the_overrides_then_the_users_own():
-    """An override is cut to 64 characters, in its middle; a tag of the user's is not."""
+    """An override is shortened in the middle to 64 characters; a user's tag is not."""
     paths = [f"data.path=/{'x' * 80}/{name}.jsonl" for name in ("train", "other")]
     tags = tags_of(["lora.r=8", *paths, "logger.tags=[mine]"], ["mine", "lora.r=8"])
     first, *cut, last = tags
@@ -309,7 +309,7 @@ STUDY = {
 
 
 def test_runs_and_comparison_of_a_study_have_its_name_and_hypothesis(tmp_path):
-    """As the first tag and as notes, behind the notes of the user's own."""
+    """The study is the first tag, and its hypothesis follows the user's own notes."""
     job, _ = sweep_of(tmp_path / "ranks", ("lora.r=8",), ("lora.r=16",))
     record = json.loads((tmp_path / "ranks" / "sweep.json").read_text("utf-8"))
     (tmp_path / "ranks" / "sweep.json").write_text(json.dumps(record | {"study": STUDY}), "utf-8")
@@ -322,7 +322,7 @@ def test_runs_and_comparison_of_a_study_have_its_name_and_hypothesis(tmp_path):
 
 
 def test_a_run_of_no_study_has_the_users_notes_alone(tmp_path):
-    """A sweep, a run outside of one, and a study whose record is damaged."""
+    """This applies to sweeps, single runs and studies with a damaged record."""
     job, _ = sweep_of(tmp_path / "plain", ("lora.r=8",), ("lora.r=16",))
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "sweep.json").write_text("{", "utf-8")
@@ -333,14 +333,14 @@ def test_a_run_of_no_study_has_the_users_notes_alone(tmp_path):
 
 
 def test_group_is_the_loggers_before_the_experiments(tmp_path):
-    """What the user names wins."""
+    """The user's setting takes precedence."""
     manifest = manifest_of(experiment="double_quant")
     assert group_of(tmp_path, WandbLogger(group="mine"), manifest) == "mine"
     assert group_of(tmp_path, WandbLogger(), manifest) == "double_quant"
 
 
 def test_a_sweep_is_a_group_before_its_experiment_is(tmp_path):
-    """Two sweeps of one experiment stay apart; an evaluation stands beside the run it read."""
+    """Two sweeps of one experiment have two groups; an evaluation joins its run's group."""
     (tmp_path / "sweep.json").touch()
     manifest = manifest_of(experiment="double_quant")
     assert group_of(tmp_path / "0_abcd1234", WandbLogger(), manifest) == tmp_path.name
@@ -350,7 +350,7 @@ def test_a_sweep_is_a_group_before_its_experiment_is(tmp_path):
 
 
 def test_the_same_sweep_launched_again_has_other_run_ids(tmp_path):
-    """A job is named by its place and its composition, which both launches share."""
+    """A job's id depends on place and composition; two launches share both."""
     alone = id_of(RunDir(tmp_path / "one" / "0_abcd1234"), manifest_of())
     assert alone == "r"
     for sweep in ("one", "two"):
@@ -360,7 +360,7 @@ def test_the_same_sweep_launched_again_has_other_run_ids(tmp_path):
 
 
 def test_group_of_an_ad_hoc_sweep_is_its_directory(tmp_path):
-    """Hydra's multirun.yaml or our sweep.json marks it; beside no such file there is no group."""
+    """Hydra's multirun.yaml or sweep.json marks a sweep; otherwise there is no group."""
     assert group_of(tmp_path / "0_abcd1234", WandbLogger(), manifest_of()) is None
     (tmp_path / "multirun.yaml").touch()
     assert group_of(tmp_path / "0_abcd1234", WandbLogger(), manifest_of()) == tmp_path.name

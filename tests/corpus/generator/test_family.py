@@ -35,26 +35,26 @@ TASK = Task(
 
 @given(NESTED)
 def test_literal_is_read_back_as_the_value(value):
-    """Empty sets included, which Python spells as a call."""
+    """Literals round-trip, the empty set included, which Python spells `set()`."""
     text = literal(value)
     if "set()" not in text:
         assert ast.literal_eval(text) == value
-    assert eval(text) == value  # what literal just wrote
+    assert eval(text) == value  # a literal written above
 
 
 def test_sets_are_spelled_in_order():
-    """A set of texts has another order in every process."""
+    """The repr of a set of strings depends on the hash seed; the literal is sorted."""
     assert literal({"b", "a", "c"}) == "{'a', 'b', 'c'}"
 
 
 def test_a_value_without_a_literal_is_refused():
-    """Its repr would be no Python."""
+    """Such a value's repr is not valid Python."""
     with pytest.raises(TypeError, match="no literal for a object"):
         literal([object()])
 
 
 def test_code_is_dedented_and_filled_in():
-    """Braces are Python's own; only dollar signs are special."""
+    """Only dollar signs are special in templates; braces stay as they are."""
     text = """
         def $f(x):
             return {x: $k}
@@ -63,21 +63,21 @@ def test_code_is_dedented_and_filled_in():
 
 
 def test_cases_of_calls_carry_what_the_oracle_says():
-    """Without an oracle nothing is known of the value."""
+    """Without an oracle the expected value is left open."""
     assert call("f", [1], "a", want=2).expression == "f([1], 'a')"
     assert [case.want for case in calls("f", [(1, 2), (3, 4)], lambda a, b: a + b)] == [3, 7]
     assert calls("f", [(1,)])[0].want is NOT_TOLD
 
 
 def test_a_task_becomes_a_row_of_bare_code():
-    """The family is the group, the theme the category."""
+    """The row's group is the family, its category the theme."""
     pair = TASK.pair
     assert (pair.prompt, pair.response) == (TASK.prompt, TASK.solution)
     assert (pair.group, pair.category, pair.system) == ("double", "arithmetic", None)
 
 
 def test_identity_is_prompt_solution_and_tests():
-    """A label moves nothing; another test is another task."""
+    """Changing a label keeps the id; changing a test does not."""
     repair = Repair(operator="off_by_one", program="", failing_test="", error="")
     same = dataclasses.replace(TASK, difficulty=9, seed="1/double/0", repair=repair)
     assert same.id == TASK.id

@@ -30,7 +30,7 @@ print(json.dumps([tasks_digest(generate(side, 70, 3, 0.5).tasks) for side in Sid
 
 
 def family(*drafts, name="own"):
-    """Return a family that draws one of some drafts, whichever its stream says."""
+    """Return a family that picks one of some drafts by its random stream."""
     return Family(name=name, theme="own", side=Side.TRAIN, draft=lambda draw: draw.pick(drafts))
 
 
@@ -43,7 +43,7 @@ DOUBLE = draft("def f(x):\n    return 2 * x", call("f", 1, want=2), call("f", 2,
 
 
 def test_same_seed_gives_the_same_tasks_in_every_process():
-    """Whatever the hash seed of the interpreter is."""
+    """The tasks do not depend on PYTHONHASHSEED."""
     here = [tasks_digest(generate(side, 70, 3, 0.5).tasks) for side in Side]
     for seed in ("0", "1", "2"):
         done = subprocess.run(
@@ -57,18 +57,18 @@ def test_same_seed_gives_the_same_tasks_in_every_process():
 
 
 def test_another_seed_gives_other_tasks():
-    """Not one prompt in common."""
+    """Two seeds have no prompt in common."""
     first, second = (generate(Side.VAL, 40, seed, 0.25).tasks for seed in (0, 1))
     assert not {task.prompt for task in first} & {task.prompt for task in second}
 
 
 def test_more_tasks_begin_with_the_fewer():
-    """A suite of 20 is the beginning of the suite of 60."""
+    """The suite of 20 is a prefix of the suite of 60."""
     assert benchmark_tasks(5, 60)[:20] == benchmark_tasks(5, 20)
 
 
 def test_families_take_turns():
-    """Each of a side's families comes equally often, to one."""
+    """The counts of a side's families differ by at most one."""
     made = [task.family for task in generate(Side.TRAIN, 100, 0, 0.0).tasks]
     names = [family.name for family in families_of(Side.TRAIN)]
     assert made[: len(names)] == names
@@ -77,7 +77,7 @@ def test_families_take_turns():
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 1.0])
 def test_repairs_have_their_share_in_all_and_in_each_family(share):
-    """Spread evenly: of eight tasks of a family 0, 2, 4 and 8, one more or less."""
+    """Of eight tasks of a family 0, 2, 4 and 8 are repairs, give or take one."""
     names = [each.name for each in families_of(Side.VAL)]
     tasks = generate(Side.VAL, 8 * len(names), 0, share).tasks
     repairs = [task for task in tasks if task.repair]
@@ -87,7 +87,7 @@ def test_repairs_have_their_share_in_all_and_in_each_family(share):
 
 
 def test_no_two_tasks_ask_the_same_for_the_same_answer():
-    """Examples and test inputs apart; the draws that did are counted."""
+    """Tasks that differ only in examples or tests are duplicates, dropped and counted."""
     made = generate(Side.HELDOUT, 600, 0, 0.25)
     assert len({task.pair.id for task in made.tasks}) == 600
     keys = [
@@ -101,7 +101,7 @@ def test_no_two_tasks_ask_the_same_for_the_same_answer():
 def test_a_family_that_is_used_up_is_counted_and_then_refused(
     monkeypatch,
 ):
-    """One draft in six wordings of the task is six tasks, not seven."""
+    """One draft in six wordings gives six tasks, not seven."""
     monkeypatch.setattr(module, "families_of", lambda side: [family(DOUBLE)])
     made = generate(Side.TRAIN, 6, 0, 0.0)
     assert len(made.tasks) == 6
@@ -114,7 +114,7 @@ def test_a_family_that_is_used_up_is_counted_and_then_refused(
 
 
 def test_the_others_go_on_when_one_family_is_used_up(monkeypatch):
-    """Its turns fall to them."""
+    """The other families take over its turns."""
     monkeypatch.setattr(module, "families_of", lambda side: [family(DOUBLE), FAMILIES[0]])
     tasks = generate(Side.TRAIN, 30, 0, 0.0).tasks
     assert [task.family for task in tasks].count("own") == 6
@@ -129,12 +129,12 @@ def test_the_others_go_on_when_one_family_is_used_up(monkeypatch):
     ids=["one result", "no call"],
 )
 def test_draw_whose_tests_tell_nothing_apart_is_dropped(weak):
-    """A constant would pass them, or every mutant does."""
+    """A draw is dropped if a constant or every mutant passes its tests."""
     assert draw_task(family(weak), "0/own/0", repair=False) is None
 
 
 def test_reference_that_contradicts_its_second_source_is_a_bug():
-    """The message has the call and both values; a bool is no number."""
+    """The message has the call and both values; True and 1 are different values."""
     wrong = dataclasses.replace(DOUBLE, cases=[call("f", 1, want=3), call("f", 2)])
     with pytest.raises(AssertionError, match=r"f\(1\) gave 2, not 3"):
         draw_task(family(wrong), "0/own/0", repair=False)
@@ -144,7 +144,7 @@ def test_reference_that_contradicts_its_second_source_is_a_bug():
 
 
 def test_reference_that_raises_otherwise_than_told_is_a_bug():
-    """Another exception, one too many, or none."""
+    """It is a bug if the wrong exception, an unexpected one, or none is raised."""
     program = "def f(x):\n    return 1 // x"
     wanted = {"raises": "ValueError"}
     for case in (call("f", 0, **wanted), call("f", 0), call("f", 1, **wanted)):
@@ -153,7 +153,7 @@ def test_reference_that_raises_otherwise_than_told_is_a_bug():
 
 
 def test_wanted_exception_becomes_a_test():
-    """It fails for whoever raises nothing."""
+    """The test fails for a program that raises nothing."""
     refused = call("f", 0, raises="ZeroDivisionError")
     one = draft("def f(x):\n    return 4 // x", refused, call("f", 2))
     task = draw_task(family(one), "0/own/0", repair=False)
@@ -161,11 +161,11 @@ def test_wanted_exception_becomes_a_test():
     assert "except ZeroDivisionError:" in task.tests[0]
     exec("\n".join([task.solution, *task.tests]), {})  # the task above
     with pytest.raises(AssertionError, match=r"f\(0\) must raise ZeroDivisionError"):
-        exec("\n".join(["def f(x):\n    return 2", *task.tests]), {})  # as above
+        exec("\n".join(["def f(x):\n    return 2", *task.tests]), {})  # the task above
 
 
 def test_error_with_an_address_is_not_told():
-    """It would be another one in the next process."""
+    """The address would differ in the next process."""
     program = "def f(x):\n    y = object()\n    return x"
     one = draft(program, *(Case(f"[1, 2].index(f({n}))", want=n - 1) for n in (1, 2)))
     found = [draw_task(family(one), f"0/own/{n}", repair=True) for n in range(40)]
@@ -175,7 +175,7 @@ def test_error_with_an_address_is_not_told():
 
 
 def test_benchmark_is_frozen():
-    """A change here is another suite: scores before and after it are not compared."""
+    """A change of this digest makes a new suite, whose scores do not compare with earlier ones."""
     tasks = benchmark_tasks(0, 200)
     assert {task.family for task in tasks} == {family.name for family in families_of(Side.HELDOUT)}
     assert sum(task.repair is not None for task in tasks) == 49
@@ -183,7 +183,7 @@ def test_benchmark_is_frozen():
 
 
 def test_digest_sees_every_part_of_every_task():
-    """Order, prompt, solution and tests."""
+    """Order, prompt, solution and tests enter the digest."""
     tasks = benchmark_tasks(0, 2)
     others = [
         tasks[::-1],
@@ -198,7 +198,7 @@ def test_digest_sees_every_part_of_every_task():
 
 
 def test_a_draw_depends_on_its_name_alone():
-    """Not on what was drawn before it."""
+    """A draw does not depend on earlier draws."""
     first = draw_task(FAMILIES[0], "7/x/1", repair=False)
     draw_task(FAMILIES[1], "7/x/1", repair=True)
     Draw("7/x/1").number(0, 9)

@@ -49,13 +49,13 @@ def of(operator, program):
     ],
 )
 def test_operator_does_what_it_is_called(operator, program, expected):
-    """One edit of the text each; the brackets and the layout around it stay."""
+    """Each operator makes one text edit and keeps the surrounding brackets and layout."""
     found = of(operator, program)
     assert sorted(set(found)) == sorted(set(expected))
 
 
 def test_names_are_swapped_and_misspelled_where_they_are_read():
-    """Each name that is read becomes the one that follows it, or loses a letter."""
+    """A name that is read becomes the next name, or loses a letter."""
     program = "def f(one, two):\n    return one"
     assert of("wrong_variable", program) == ["def f(one, two):\n    return two"]
     assert of("misspelled_name", program) == ["def f(one, two):\n    return ones"]
@@ -64,20 +64,20 @@ def test_names_are_swapped_and_misspelled_where_they_are_read():
 
 
 def test_every_operator_is_used_by_the_families():
-    """None is there for nothing, and none is unlisted."""
+    """Every operator is used by some family, and every used one is listed."""
     drafts = [family.draft(Draw(f"{family.name}/{n}")) for family in FAMILIES for n in (0, 1)]
     found = {each.operator for draft in drafts for each in all_mutants(draft.solution)}
     assert found == set(OPERATORS)
 
 
 def test_nothing_inside_an_f_string_is_touched():
-    """Python 3.11 tells wrong positions there."""
+    """Python 3.11 reports wrong positions inside f-strings."""
     for mutant in all_mutants('b = [1, f"{a + 1}"]'):
         assert 'f"{a + 1}"' in mutant.program or mutant.operator == "dropped_statement"
 
 
 def test_mutants_differ_from_the_program_by_one_edit():
-    """What comes before and after the edit is the program's own text."""
+    """Text before and after the edit is unchanged."""
     for mutant in all_mutants(LIMIT):
         assert mutant.program != LIMIT
         same = 0
@@ -102,7 +102,7 @@ def test_only_two_operators_break_the_syntax():
 
 @given(st.text(max_size=9))
 def test_order_is_the_draws_and_complete(seed):
-    """Every mutant once, the same order for the same draw, operators taking turns."""
+    """Each mutant occurs once; operators take turns; the draw fixes the order."""
     found = list(mutants(LIMIT, Draw(seed)))
     assert found == list(mutants(LIMIT, Draw(seed)))
     key = [(each.operator, each.program) for each in found]

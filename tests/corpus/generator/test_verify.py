@@ -9,12 +9,12 @@ SUITE = Suite(["assert double(2) == 4", "assert double(3) == 6"])
 
 
 def test_right_program_passes():
-    """Nothing is returned where no test fails."""
+    """The result is None if no test fails."""
     assert first_failure(DOUBLE, SUITE) is None
 
 
 def test_first_failing_test_and_its_error_are_told():
-    """2 + 2 is 4, so that a sum is found out by the second test."""
+    """2 + 2 is 4, so a sum in place of a product fails only the second test."""
     failure = first_failure("def double(x):\n    return 2 + x", SUITE)
     assert failure is not None
     assert (failure.test, failure.error) == ("assert double(3) == 6", "AssertionError")
@@ -31,7 +31,7 @@ def test_first_failing_test_and_its_error_are_told():
     ],
 )
 def test_error_is_the_last_line_of_the_traceback(program, test, error):
-    """Where the program itself fails, no test is named."""
+    """If the program itself raises, no test is named."""
     failure = first_failure(program, SUITE)
     assert failure is not None
     assert (failure.test, failure.error) == (test, error)
@@ -49,14 +49,14 @@ def test_error_is_the_last_line_of_the_traceback(program, test, error):
     ],
 )
 def test_program_that_does_not_end_is_stopped(program):
-    """Loops, recursion, endless generators, a loop that catches every Exception."""
+    """Loops, recursion, endless generators and a loop that catches every Exception are stopped."""
     failure = first_failure(program, SUITE)
     assert failure is not None
     assert not failure.ends
 
 
 def test_steps_are_counted_over_all_tests():
-    """Three passes a test and the call: four steps each, eight for both."""
+    """Both tests together take exactly eight steps, so a limit of seven ends in the second."""
     program = "def double(x):\n    for _ in range(3):\n        pass\n    return 2 * x"
     assert first_failure(program, SUITE, limit=8) is None
     failure = first_failure(program, SUITE, limit=7)
@@ -66,7 +66,7 @@ def test_steps_are_counted_over_all_tests():
 
 
 def test_results_come_in_order_exceptions_among_them():
-    """A setup is run before its expression, and its names stay."""
+    """The setup runs before its expression, and its names stay defined."""
     first, second, third = results_of(
         DOUBLE, [("n = 4", "double(n)"), ("", "double(None)"), ("", "double(n)")]
     )

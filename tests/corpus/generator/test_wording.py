@@ -26,7 +26,7 @@ REPAIR = Repair(
 
 
 def test_instructions_differ_in_wording_and_agree_in_content():
-    """Two wordings in six frames; signature, kind and note in each."""
+    """Two wordings in six frames all state the signature, the kind and the note."""
     found = {instruction(DRAFT, Draw(str(n))) for n in range(200)}
     assert len(found) == 12
     for text in found:
@@ -38,7 +38,7 @@ def test_instructions_differ_in_wording_and_agree_in_content():
 
 
 def test_a_class_is_asked_for_as_a_class():
-    """So that nobody writes a function of that name."""
+    """The prompt asks for a class, so that the answer is not a function."""
     draft = Draft(
         signature="Box()", does=("is empty",), solution="", cases=[], difficulty=1, noun=Noun.CLASS
     )
@@ -46,7 +46,7 @@ def test_a_class_is_asked_for_as_a_class():
 
 
 def test_examples_are_calls_with_their_values_or_none():
-    """Half of the prompts show one or two; never one twice."""
+    """Half of the prompts show one or two distinct examples."""
     results = [("f(1)", "2"), ("f(2)", "4"), ("f(3)", "6")]
     found = [examples(results, Draw(str(n))) for n in range(100)]
     assert 30 < found.count("") < 70
@@ -58,14 +58,14 @@ def test_examples_are_calls_with_their_values_or_none():
 
 
 def test_prompt_ends_by_asking_for_code_alone():
-    """With or without examples, and for repairs."""
+    """Prompts with examples, without them and for repairs all end the same way."""
     assert prompt("Do it.", "") == "Do it. Answer with the code only."
     assert prompt("Do it.", "See") == "Do it. See. Answer with the code only."
     assert repair_prompt("Do it.", REPAIR, Draw("")).endswith("Answer with the code only.")
 
 
 def test_repair_shows_program_test_and_error():
-    """In this order, the code in fences; the frame before them is one of several."""
+    """The order is program, test, error; code is fenced, and the frame varies."""
     texts = {repair_prompt("Do it.", REPAIR, Draw(str(n))) for n in range(40)}
     assert len(texts) == 4
     for text in texts:
@@ -78,7 +78,7 @@ def test_repair_shows_program_test_and_error():
 
 
 def test_program_that_does_not_parse_has_no_test_to_show():
-    """Only its error."""
+    """For a program that does not parse, only the error is shown."""
     broken = Repair(
         operator="missing_colon", program="def f()", failing_test="", error="SyntaxError: x"
     )
@@ -88,7 +88,7 @@ def test_program_that_does_not_parse_has_no_test_to_show():
 
 
 def test_tests_compare_or_wait_for_an_exception():
-    """The setup comes first in both."""
+    """The setup comes first both in comparisons and in expected exceptions."""
     assert assert_statement(["a = 1"], "f(a)", "2", "") == "a = 1\nassert f(a) == 2"
     waiting = assert_statement(["a = 1"], "f(a)", "", "ValueError")
     assert waiting.splitlines() == [

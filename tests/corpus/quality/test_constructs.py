@@ -11,14 +11,14 @@ from mens_exp.errors import MissingExtra
 
 
 def test_kinds_of_python_are_those_of_its_tree():
-    """Of one statement, by hand; what only marks a place (Load, Store) is no construct."""
+    """By hand for one statement; contexts such as Load and Store are not counted."""
     assert KINDS_IN["python"]("x = [a for a in b if not a]") == {
         *("Assign", "Name", "ListComp", "comprehension", "UnaryOp", "Not"),
     }
 
 
 def test_every_kind_listed_can_occur():
-    """A program that uses each construct of Python has every kind there is, and no other."""
+    """A program that uses every construct of Python has exactly the listed kinds."""
     code = """
 import a.b as c
 from d import e as f
@@ -72,13 +72,13 @@ def aa():
     ],
 )
 def test_code_that_does_not_parse_has_no_kinds(language, good, bad):
-    """None, which is not the same as code without any."""
+    """The result is None, unlike that of code without constructs."""
     assert KINDS_IN[language](good) is not None
     assert KINDS_IN[language](bad) is None
 
 
 def test_kinds_of_rust_are_named_by_its_grammar():
-    """By hand; there are over a hundred, and none for a language that nobody lists."""
+    """By hand; the grammar has over a hundred kinds, and an unlisted language has none."""
     found = KINDS_IN["rust"]("struct A(u8);")
     assert found == {
         *("source_file", "struct_item", "type_identifier"),
@@ -89,7 +89,7 @@ def test_kinds_of_rust_are_named_by_its_grammar():
 
 
 def test_missing_grammar_is_no_bad_code(monkeypatch):
-    """It is told apart from code that does not parse."""
+    """A missing grammar is distinguished from code that does not parse."""
     real = builtins.__import__
 
     def without(name, *rest):

@@ -7,12 +7,12 @@ from mens_exp.corpus.measures import MOST_EXACT, Distinct
 
 
 def hashes(start, stop):
-    """As many even hashes: the first of a fixed permutation of evenly drawn ones."""
+    """Return distinct, evenly spread hashes: the first n of a fixed permutation."""
     return np.random.default_rng(0).integers(0, 2**64, 400_000, dtype=np.uint64)[start:stop]
 
 
 def test_few_are_counted():
-    """Repeated ones once, but for the total."""
+    """Repeated hashes count once, except in the total."""
     found = Distinct()
     found.add(hashes(0, 1000))
     found.add(hashes(500, 1500))
@@ -20,7 +20,7 @@ def test_few_are_counted():
 
 
 def test_many_are_estimated():
-    """400,000, to four standard errors of 0.39 %, given twice over."""
+    """400,000 distinct hashes, given twice, are estimated within four standard errors of 0.39 %."""
     found = Distinct()
     for start in (0, 0, 200_000):
         found.add(hashes(start, start + 200_000))
@@ -30,7 +30,7 @@ def test_many_are_estimated():
 
 
 def test_parts_join_to_the_whole():
-    """The estimate does not depend on how the hashes were parted."""
+    """The estimate does not depend on how the hashes were partitioned."""
     whole, joined = Distinct(), Distinct()
     whole.add(hashes(0, 300_000))
     for start in range(0, 300_000, 50_000):
@@ -41,7 +41,7 @@ def test_parts_join_to_the_whole():
 
 
 def test_nothing_is_zero():
-    """And no estimate."""
+    """Without hashes the count is exactly zero."""
     found = Distinct()
     found.add(np.zeros(0, np.uint64))
     assert (found.count, found.is_exact) == (0, True)

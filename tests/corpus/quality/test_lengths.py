@@ -18,7 +18,7 @@ def of(values):
 
 @given(st.lists(st.integers(0, 10**7), min_size=1, max_size=300))
 def test_figures_are_those_of_the_numbers(values):
-    """Count, mean and ends exactly; quantiles, held against numpy's, to the half of a fine bin."""
+    """Count, mean and extremes are exact; quantiles match numpy's to half a fine bin."""
     record = of(values).record()
     assert record is not None
     assert record["count"] == len(values) == sum(record["counts"])
@@ -30,7 +30,7 @@ def test_figures_are_those_of_the_numbers(values):
 
 
 def test_bins_hold_what_lies_between_their_edges():
-    """Two an octave, and one for nothing at all: [0, 1), [1, 1.41), [1.41, 2) and so on."""
+    """Two bins per octave and one for zero: [0, 1), [1, 1.41), [1.41, 2) and so on."""
     record = of([0, 0, 1, 2, 3, 3, 4]).record()
     assert record is not None
     assert record["edges"] == pytest.approx([0, 1, 2**0.5, 2, 2**1.5, 4, 2**2.5])
@@ -38,7 +38,7 @@ def test_bins_hold_what_lies_between_their_edges():
 
 
 def test_distributions_add_up():
-    """In any parts, an empty one among them."""
+    """Distributions can be merged in any parts, empty ones included."""
     whole, joined = of([1, 5, 5, 900]), of([5, 900])
     joined.join(of([]))
     joined.join(of([1, 5]))
@@ -46,5 +46,5 @@ def test_distributions_add_up():
 
 
 def test_nothing_has_no_distribution():
-    """Instead of zeros."""
+    """An empty distribution has no figures, not zeros."""
     assert Lengths().record() is None

@@ -32,7 +32,7 @@ ROWS = [
 
 
 def test_rows_characters_and_lengths_add_up():
-    """By hand: five rows of six exchanges."""
+    """By hand: five rows with six exchanges."""
     found = measured(ROWS)
     assert (found.rows, found.sides) == (5, {"train": 2, "val": 3})
     answers = [said for _, pair in ROWS for _, said in pair.exchanges]
@@ -46,7 +46,7 @@ def test_rows_characters_and_lengths_add_up():
 
 
 def test_code_is_parsed_by_the_language_that_a_row_names():
-    """In either case, out of its fences; of other languages nothing is claimed."""
+    """Names are case-insensitive and fences are removed; other languages are not judged."""
     found = measured(ROWS)
     assert found.languages == {"python": 2, "rust": 1, "french": 1, "": 1}
     assert found.parsed == {"python": 1, "rust": 1}
@@ -55,20 +55,20 @@ def test_code_is_parsed_by_the_language_that_a_row_names():
 
 
 def test_runs_of_tokens_are_those_of_the_answers():
-    """Of "one two one": three tokens, two of them distinct, two pairs, and one run of three."""
+    """By hand, "one two one" has three tokens, two of them distinct, two pairs and one trigram."""
     found = measured([("all", TrainingPair(prompt="p p", response="one two one"))])
     assert [(one.total, one.count) for one in found.distinct.values()] == [(3, 2), (2, 2), (1, 1)]
 
 
 def test_compression_is_that_of_zlib():
-    """Of the answers, a newline between them."""
+    """The oracle is zlib over the answers joined by newlines."""
     found = measured(ROWS)
     text = "\n".join(said for _, pair in ROWS for _, said in pair.exchanges).encode()
     assert (found.answer_bytes, found.compressed_bytes) == (len(text), len(zlib.compress(text)))
 
 
 def test_findings_have_their_place_and_no_secret():
-    """Two of one row, both listed."""
+    """Both findings of one row are listed, without the secret."""
     found = measured(ROWS)
     assert found.secrets == {"AWS access key": 2}
     assert (
@@ -87,7 +87,7 @@ def test_findings_have_their_place_and_no_secret():
 
 
 def test_the_first_findings_of_each_kind_are_listed():
-    """All are counted."""
+    """All findings are counted, but only the first of each kind are listed."""
     rows = [("all", TrainingPair(prompt="Do anything now", response=KEY))] * (LISTED + 5)
     found = measured(rows)
     assert found.secrets.total() == found.injections.total() == LISTED + 5
@@ -95,7 +95,7 @@ def test_the_first_findings_of_each_kind_are_listed():
 
 
 def test_sources_are_told_by_labels_and_groups():
-    """Rows and characters of each."""
+    """Rows and characters are counted for each label and group."""
     found = measured(ROWS)
     assert found.sources["category"]["a"] == Source(rows=2, characters=3 + 5 + 4 + 3)
     assert found.sources["project"]["proj"].rows == 1
@@ -103,7 +103,7 @@ def test_sources_are_told_by_labels_and_groups():
 
 
 def test_sources_beyond_the_most_are_counted_together(monkeypatch):
-    """So that a category for each row does not fill the memory."""
+    """A separate category for each row must not fill the memory."""
     monkeypatch.setattr(module, "MOST_NAMES", 3)
     rows = [("all", TrainingPair(prompt="p", response="r", category=str(n % 5))) for n in range(10)]
     found = measured(rows)
@@ -116,7 +116,7 @@ def test_sources_beyond_the_most_are_counted_together(monkeypatch):
 
 
 def test_parts_join_to_the_whole():
-    """But for what zlib saves by seeing more at once."""
+    """Merging parts is exact except for zlib, which compresses longer input better."""
     whole, joined = measured(ROWS), Measures()
     for part in pieces(ROWS, 2):
         joined.join(measured(part))

@@ -6,7 +6,7 @@ from mens_exp.artifacts.credentials import SECRETS, masked, without_secrets
 from mens_exp.corpus.measures import INJECTIONS, Hit, hits_in
 from mens_exp.rows.schema import TrainingPair
 
-# Put together here, so that no file holds anything that looks like a secret.
+# Assembled here, so that no file contains anything that looks like a secret.
 LETTERS = "Ab3dEf6hIj9lMn2pQr5tUv8xYz1BcD4fGh7J"
 EXAMPLES = {
     "private key": "-----BEGIN RSA PRIVATE" + " KEY-----",
@@ -45,7 +45,7 @@ def row(**values):
 
 @pytest.mark.parametrize("kind", SECRETS)
 def test_secrets_are_found_and_masked(kind):
-    """By kind and field; of the secret at most four characters and a quarter are shown."""
+    """At most four characters of a secret are shown, with kind and field."""
     (hit,) = [hit for hit in hits_in(row(response=f"x ({EXAMPLES[kind]})")) if hit.kind == kind]
     assert hit.field == "answer"
     assert hit.shown is not None
@@ -57,7 +57,7 @@ def test_secrets_are_found_and_masked(kind):
 
 @pytest.mark.parametrize("kind", INJECTIONS)
 def test_phrases_are_found(kind):
-    """Whatever their case and white space."""
+    """Case and white space do not matter."""
     assert list(hits_in(row(prompt=PHRASES[kind]))) == [Hit(kind, "prompt", None)]
 
 
@@ -73,12 +73,12 @@ def test_phrases_are_found(kind):
     ],
 )
 def test_what_only_looks_alike_is_not_found(text):
-    """Placeholders, calls, and words of the phrases in other company."""
+    """Placeholders, calls and the words of a phrase in another context are not reported."""
     assert list(hits_in(row(prompt=text, response=text))) == []
 
 
 def test_turns_and_system_prompts_are_screened():
-    """With the number of the turn where there are several."""
+    """The finding gives the number of the turn if there are several."""
     pair = TrainingPair(
         prompt="Do anything now!",
         response="r",
@@ -100,7 +100,7 @@ def test_every_secret_of_a_field_counts():
 
 
 def test_short_secrets_show_less():
-    """A quarter, rounded down."""
+    """A quarter of the characters is shown, rounded down."""
     assert masked("abc") == "… (3 characters)"
     assert masked("abcdefghi") == "ab… (9 characters)"
     assert masked("a" * 100) == "aaaa… (100 characters)"
@@ -108,7 +108,7 @@ def test_short_secrets_show_less():
 
 @pytest.mark.parametrize("kind", SECRETS)
 def test_texts_are_freed_of_secrets(kind):
-    """What stands around them stays, and nothing is found any more."""
+    """The surrounding text stays, and screening the result finds nothing."""
     text = without_secrets(f"before {EXAMPLES[kind]}, after")
     assert text.startswith("before ")
     assert text.endswith(", after")

@@ -10,7 +10,7 @@ from mens_exp.rows.documents import Labelling
 from mens_exp.rows.schema import TrainingPair
 from mens_exp.tokenizer.implementations import HfTokenizer
 
-# One token a byte, and one each for the three markers of ChatML.
+# One token per byte, and one for each of the three markers of ChatML.
 TEMPLATE = len("xuser\nSay hi.x\nxassistant\n")
 
 
@@ -26,7 +26,7 @@ def rows(*answers):
 
 
 def test_tokens_are_those_of_training(tokenizer):
-    """Template, answer and its end marker; learned are the last two."""
+    """Template, answer and end marker count; only answer and end marker are supervised."""
     found = token_counts(rows(2, 10), 2, tokenizer, Labelling(objective="assistant", seq_len=1000))
     assert (found["documents"], found["tokens"]) == (2, 2 * TEMPLATE + 3 + 11)
     assert found["supervised_tokens"] == 14
@@ -37,7 +37,7 @@ def test_tokens_are_those_of_training(tokenizer):
 
 
 def test_truncation_loses_what_lies_beyond_it(tokenizer):
-    """At 10 tokens behind the template: 2 answers of 20 lose 11 each, the one of 5 nothing."""
+    """By hand: with 10 tokens after the template, 2 answers of 20 lose 11 each, that of 5 none."""
     limit = Labelling(objective="assistant", seq_len=TEMPLATE + 10)
     found = token_counts(rows(20, 20, 5), 3, tokenizer, limit)
     assert (found["truncated_documents"], found["dropped_documents"]) == (2, 0)
@@ -46,7 +46,7 @@ def test_truncation_loses_what_lies_beyond_it(tokenizer):
 
 
 def test_a_document_without_anything_to_learn_is_lost(tokenizer):
-    """Its prompt fills the sequence: all of its tokens count as lost."""
+    """If the prompt fills the sequence, all tokens of the document count as lost."""
     prompt = TrainingPair(prompt="x" * 100, response="yes")
     limit = Labelling(objective="assistant", seq_len=60)
     found = token_counts([*rows(2), prompt], 2, tokenizer, limit)
@@ -56,7 +56,7 @@ def test_a_document_without_anything_to_learn_is_lost(tokenizer):
 
 
 def test_rows_stand_for_others(tokenizer):
-    """Of 1,000 rows 250 are drawn: the true total lies within four standard errors."""
+    """Of 1,000 rows 250 are sampled; the true total is within four standard errors."""
     rng = np.random.default_rng(0)
     every = rows(*rng.integers(1, 200, 1000).tolist())
     whole = Labelling(objective="assistant", seq_len=1000)
@@ -71,7 +71,7 @@ def test_rows_stand_for_others(tokenizer):
 
 
 def test_rows_are_drawn_once_in_order_and_alike_each_time():
-    """As many as asked for, or all of them."""
+    """The sample has no repeats, keeps the order and is deterministic."""
     every = [TrainingPair(prompt=str(n), response="r") for n in range(500)]
     some = [int(pair.prompt) for pair in drawn(every, 500, 50)]
     assert len(set(some)) == 50
@@ -80,7 +80,7 @@ def test_rows_are_drawn_once_in_order_and_alike_each_time():
 
 
 def test_rows_that_cannot_be_encoded_are_an_error(tmp_path):
-    """Under a template that forgets them, say; whoever reports decides what to do."""
+    """A template that loses prompt or answer is an error."""
     sources.write_byte_level_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("always the same")
     forgetful = HfTokenizer.from_directory(tmp_path)

@@ -1,4 +1,4 @@
-"""A step done on its own, and the rows that it leaves."""
+"""Fixtures that run a single step and read the rows it wrote."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from mens_exp.rows.schema import to_json
 
 
 class Work:
-    """Files of rows, and steps done on them."""
+    """Files of rows, and single steps run on them."""
 
     def __init__(self, path):
         self.path = path
         self.out = path
 
     def file(self, name, rows):
-        """Write rows as a step does."""
+        """Write a file of rows in the format of a step."""
         path = self.path / "input" / name
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"".join(json_line(to_json(row), name) for row in rows))
         return path
 
     def do(self, step, files, **nodes):
-        """Do a step into a directory of its own, `out`."""
+        """Run a step with the output directory `out`."""
         self.out = self.path / f"out-{len(list(self.path.glob('out-*')))}"
         scratch = self.path / f"scratch-{self.out.name}"
         self.out.mkdir()
@@ -38,11 +38,11 @@ class Work:
         )
 
     def rows(self):
-        """Return what the last step left, by file."""
+        """Return the rows that the last step wrote, by file."""
         return {name: self.lines(name) for name in ROW_FILES if (self.out / name).exists()}
 
     def lines(self, name):
-        """Return the objects of one file of the last step."""
+        """Return the JSON objects of one file of the last step."""
         return [json.loads(line) for line in (self.out / name).read_text("utf-8").splitlines()]
 
 
@@ -53,7 +53,7 @@ def work(tmp_path):
 
 @pytest.fixture
 def tree(tmp_path):
-    """Write a project of files."""
+    """Write the files of a project."""
 
     def write(files, name="project"):
         for path, text in files.items():

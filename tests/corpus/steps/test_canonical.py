@@ -1,4 +1,4 @@
-"""Rust in rustfmt's layout: plain rustfmt is the oracle, and sources that attack the batch."""
+"""Rust in the layout of rustfmt, compared with plain rustfmt; hostile sources in a batch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SOURCES = [
     "pub extern fn q( ){ }\n",
     "",
 ]
-# Not formatted, each with a word of the reason; the last two crash rustfmt, or hang it.
+# Left unformatted, each with a word of its reason; the last two crash or hang rustfmt.
 REFUSED = {
     "fn broken( {": "line 1, column 13",
     "let x = 1;\nx": "expected item",
@@ -55,7 +55,7 @@ def formatter():
 
 
 def by_rustfmt(source, directory):
-    """What rustfmt alone makes of a file."""
+    """Return a file formatted by plain rustfmt."""
     file = directory / "own.rs"
     file.write_text(source)
     (directory / "rustfmt.toml").write_text("")
@@ -69,7 +69,7 @@ def rust(response, prompt="p"):
 
 
 def do(work, step, rows, **nodes):
-    """Do a step under a command that names a sandbox."""
+    """Run a step under a command that names a sandbox."""
     files = [work.file(f"{len(list(work.path.glob('out-*')))}.jsonl", rows)]
     if step is not canonical:
         return work.do(step, files, **nodes)
@@ -86,7 +86,7 @@ def do(work, step, rows, **nodes):
 
 
 def test_many_sources_of_one_call_are_as_rustfmt_makes_each(formatter, tmp_path):
-    """Among them some that it refuses, which stay as they are, and say where."""
+    """A batch equals separate calls; sources that rustfmt refuses stay, with the place."""
     mixed = [one for pair in zip(SOURCES, REFUSED, strict=True) for one in pair]
     found = dict(zip(mixed, formatter.formatted(mixed), strict=True))
     for source in SOURCES:
@@ -99,7 +99,7 @@ def test_many_sources_of_one_call_are_as_rustfmt_makes_each(formatter, tmp_path)
 
 
 def test_source_looks_like_no_other_of_its_call(formatter):
-    """The head of a file within a comment begins none, and no source can name another."""
+    """A file header in a comment does not start a file, and no source can name another."""
     same = "fn a(){}\n// /tmp/program/0001.rs:\n\nfn b(){}"
     first, second = formatter.formatted([same, '#[path = "0000.rs"]\nmod x;'])
     assert first.problem is None
@@ -108,7 +108,7 @@ def test_source_looks_like_no_other_of_its_call(formatter):
 
 
 def test_source_does_not_bring_another_files_text_into_the_rows(tmp_path):
-    """Where a module's file can be read, outside the sandbox, rustfmt writes it out too."""
+    """Outside the sandbox rustfmt also prints files of `mod` items; these must not leak."""
     secret = tmp_path / "secret.rs"
     secret.write_text("fn  secret( ){}\n")
     source = f'#[path = "{secret}"]\nmod x;\nfn g(){{}}'
@@ -118,7 +118,7 @@ def test_source_does_not_bring_another_files_text_into_the_rows(tmp_path):
 
 
 def test_step_formats_the_code_of_every_answer(work):
-    """Fenced, whole or of an earlier turn; other languages and sentences stay."""
+    """Fenced code, whole answers and earlier turns are formatted; other text stays."""
     fenced = f"Here:\n\n```rust\n{UNTIDY}```\n\n```text\nfn  no( )\n```\nDone  ."
     rows = [
         rust(UNTIDY),
@@ -140,7 +140,7 @@ def test_step_formats_the_code_of_every_answer(work):
 
 
 def test_formatting_hides_no_duplicate(work):
-    """Two layouts of one function are two rows, and one after the step."""
+    """Two layouts of one function are two rows before the step and duplicates after it."""
     rows = [rust(TIDY), rust(UNTIDY)]
     assert do(work, dedupe, rows, dedupe=EXACT).rows_out == 2
     do(work, canonical, rows)
@@ -149,7 +149,7 @@ def test_formatting_hides_no_duplicate(work):
 
 
 def test_formatting_hides_no_copy_of_a_benchmark():
-    """The words of a Rust task are looked for, whatever stands between them."""
+    """The words of a Rust task are found whatever the layout between them."""
     index = OverlapIndex([("task", TIDY), ("short", "fn f(x: i32) -> i32 { x }")])
     for text in (UNTIDY, "fn  f(x:i32)->i32{x}"):
         (found,) = index.overlaps(texts_of(rust(text)))
@@ -158,7 +158,7 @@ def test_formatting_hides_no_copy_of_a_benchmark():
 
 @pytest.mark.parametrize(("policy", "left"), [(OnUnformatted.keep, 2), (OnUnformatted.drop, 1)])
 def test_what_rustfmt_refuses_is_listed(work, policy, left):
-    """And stays or goes, as the setting says."""
+    """Refused rows are kept or dropped, depending on the setting."""
     rows = [rust("fn broken( {"), rust(UNTIDY)]
     result = do(work, canonical, rows, canonical=CanonicalConfig(on_bad_row=policy))
     assert result.rows_out == left
@@ -172,14 +172,14 @@ def test_what_rustfmt_refuses_is_listed(work, policy, left):
 
 
 def test_what_rustfmt_refuses_can_be_an_error(work):
-    """All rows at once, each with its place."""
+    """All refused rows are reported at once, each with its place."""
     policy = CanonicalConfig(on_bad_row=OnUnformatted.error)
     with pytest.raises(Problems, match=r"(?s)jsonl:1: rustfmt.*jsonl:2: rustfmt.*keep or drop"):
         do(work, canonical, [rust("fn broken( {"), rust("fn ( {")], canonical=policy)
 
 
 def test_missing_rustfmt_is_an_error_of_the_environment(monkeypatch):
-    """Exit code 3, with how to install it."""
+    """The error exits with code 3 and says how to install rustfmt."""
     monkeypatch.setattr(
         "mens_exp.corpus.rust.find_rust",
         lambda: SimpleNamespace(sysroot="/nowhere", rustc="rustc"),
@@ -190,7 +190,7 @@ def test_missing_rustfmt_is_an_error_of_the_environment(monkeypatch):
 
 
 def test_command_makes_a_corpus_in_canonical_form(tmp_path, capsys):
-    """Through task=corpus; without a sandbox, or after dedupe, it is refused."""
+    """In task=corpus the step is refused without a sandbox or after dedupe."""
     from mens_exp import cli
 
     rows = tmp_path / "in.jsonl"

@@ -18,28 +18,28 @@ def prompts(work, name="rows.jsonl"):
 
 
 def test_easy_rows_come_first(work):
-    """By difficulty, then length; rows that are alike stay as they came."""
+    """Rows are sorted by difficulty and then by length; ties keep their order."""
     result = work.do(curriculum, [work.file("a.jsonl", ROWS)])
     assert prompts(work) == ["easy", "easy too", "easy long", "hard"]
     assert result.facts == {"rows_by_difficulty": {"02": 3, "09": 1}, "estimated": 0}
 
 
 def test_hard_rows_can_come_first(work):
-    """The order turned round, but for rows that are alike."""
+    """The order is reversed, but ties keep their order."""
     config = CurriculumConfig(order=DifficultyOrder.hardest_first)
     work.do(curriculum, [work.file("a.jsonl", ROWS)], curriculum=config)
     assert prompts(work) == ["hard", "easy long", "easy", "easy too"]
 
 
 def test_after_a_split_train_alone_is_ordered(work):
-    """Validation rows stay as they are."""
+    """Only the training file is sorted."""
     work.do(curriculum, [work.file("train.jsonl", ROWS), work.file("val.jsonl", ROWS)])
     assert prompts(work, "train.jsonl")[0] == "easy"
     assert prompts(work, "val.jsonl") == [pair.prompt for pair in ROWS]
 
 
 def test_a_row_without_a_difficulty_is_estimated(work):
-    """By hand: 32 characters are 1, each doubling adds one."""
+    """By hand: 32 characters are difficulty 1, and each doubling adds one."""
     by_size = {1: 1, 32: 1, 64: 2, 65: 3, 128: 3, 10**6: 10}
     assert {size: estimated(row("p", size)) for size in by_size} == by_size
     result = work.do(curriculum, [work.file("a.jsonl", [row("p", 64), ROWS[0]])])
@@ -47,10 +47,10 @@ def test_a_row_without_a_difficulty_is_estimated(work):
 
 
 def test_in_python_the_depth_of_the_tree_counts():
-    """By hand: module, assignment, name or number are three levels, and difficulty 1."""
+    """By hand: module, assignment, name or number are three levels, difficulty 1."""
     flat = TrainingPair(prompt="p", response="x = 1", language="python")
-    # Module, If (five of them), Expr, Name: eight levels, (8 - 3) / 2 more than 1 are 3.5, and
-    # its 96 characters log2(96 / 32) more than 1, 2.58; their mean is 3.04.
+    # Module, If (five), Expr, Name are eight levels: (8 - 3) / 2 more than 1 is 3.5.
+    # Its 96 characters are log2(96 / 32) more than 1: 2.58. The mean is 3.04.
     lines = ["    " * level + f"if a{level}:" for level in range(5)]
     nested = "\n".join([*lines, "    " * 5 + "b"])
     assert len(nested) == 96
@@ -59,7 +59,7 @@ def test_in_python_the_depth_of_the_tree_counts():
 
 
 def test_lines_are_sorted_over_many_runs(tmp_path, monkeypatch):
-    """Runs of a few lines, merged two at a time, give what a sort in memory gives."""
+    """Merging runs of a few lines, two at a time, equals a sort in memory."""
     monkeypatch.setattr(arrange, "_MOST_RUNS", 2)
     lines = [b"%06d x\n" % number for number in range(300)]
     lines = lines[::2] + lines[::-2]

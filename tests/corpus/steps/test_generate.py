@@ -12,7 +12,7 @@ from mens_exp.rows.schema import TrainingPair
 
 
 def test_rows_of_the_training_families_follow_those_that_there_are(work):
-    """The generator's own, with difficulty; none of a family that is validated or scored on."""
+    """Generated rows are appended with their difficulty; validation families are not used."""
     before = TrainingPair(prompt="p", response="r")
     config = GenerateConfig(rows=12, seed=5)
     result = work.do(generate, [work.file("a.jsonl", [before])], generate=config)
@@ -27,9 +27,9 @@ def test_rows_of_the_training_families_follow_those_that_there_are(work):
 
 
 def test_more_rows_than_there_are_tasks_are_refused(work, monkeypatch):
-    """The setting is named."""
+    """The error names the setting."""
     monkeypatch.setattr(
         "mens_exp.corpus.generator.generate._next", lambda *_: None
-    )  # families that are used up
+    )  # exhausted families
     with pytest.raises(DataError, match=r"corpus\.generate\.rows: .*at most 0"):
         work.do(generate, [], generate=GenerateConfig(rows=3))

@@ -29,7 +29,7 @@ def written(directory, source, made, **facts):
 
 
 def test_steps_are_followed_back_by_number_and_content(tmp_path):
-    """Also where a step changed nothing, so that two have the same files."""
+    """Steps are matched by number and digest, also where a step changed nothing."""
     written(tmp_path / "01-extract", C, A)
     written(tmp_path / "02-validate", A, A)
     last = written(tmp_path / "03-dedupe", A, B)
@@ -44,14 +44,14 @@ def test_steps_are_followed_back_by_number_and_content(tmp_path):
 
 
 def test_what_another_corpus_left_is_not_taken_for_a_step(tmp_path):
-    """Its files are not what the next step read."""
+    """A directory whose files are not the input of the next step is ignored."""
     written(tmp_path / "01-extract", C, B)
     last = written(tmp_path / "02-validate", A, A)
     assert [one["step"] for one in steps_before([last])] == ["validate"]
 
 
 def test_given_files_were_made_by_no_step(tmp_path):
-    """Nor do files with a record that cannot be read, or no files."""
+    """Plain input files, unreadable records and an empty list have no steps before them."""
     assert steps_before([tmp_path / "rows.jsonl"]) == []
     (tmp_path / "step.json").write_text("{}")
     assert steps_before([tmp_path / "rows.jsonl"]) == []
@@ -59,7 +59,7 @@ def test_given_files_were_made_by_no_step(tmp_path):
 
 
 def test_of_a_mix_the_shares_are_told(tmp_path):
-    """Asked for and had."""
+    """The mix step records requested and actual shares."""
     about = {"weight": 3, "share_asked": 0.75, "share": 0.7, "rows": 7, "of": 9, "passes": 0.8}
     last = written(tmp_path / "01-mix", C, A, sources={"x": about})
     (mix,) = steps_before([last])

@@ -26,7 +26,7 @@ WEIGHTS = {"a": 0.75, "b": 0.25}
 
 @pytest.mark.parametrize("stop", [MixStop.all_exhausted, MixStop.first_exhausted, MixStop.budget])
 def test_rows_on_disk_are_drawn_as_rows_in_memory_are(work, stop):
-    """The same rows in the same order as data=mix draws them, however the input is ordered."""
+    """The rows and their order equal those of data=mix, in whatever order the files are given."""
     budget = 2_000 if stop is MixStop.budget else None
     config = MixStepConfig(weights=WEIGHTS, stop=stop, budget_tokens=budget, seed=3)
     shuffled = [row for pair in zip(B, A[:5], strict=True) for row in pair] + A[5:]
@@ -38,7 +38,7 @@ def test_rows_on_disk_are_drawn_as_rows_in_memory_are(work, stop):
 
 
 def test_all_exhausted_has_the_exact_shares(work):
-    """By hand: 30 rows of a at three quarters are 40, so that b has 10, each of its 5 twice."""
+    """By hand: 30 rows of a at 3/4 make 40 in all, so b has 10, each of its 5 rows twice."""
     work.do(mix, [work.file("x.jsonl", A + B)], mix=MixStepConfig(weights=WEIGHTS))
     rows = work.lines("rows.jsonl")
     assert Counter(row["category"] for row in rows) == {"a": 30, "b": 10}
@@ -46,7 +46,7 @@ def test_all_exhausted_has_the_exact_shares(work):
 
 
 def test_files_are_sources_by_their_names(work):
-    """Less every ending."""
+    """The name of a source is the file's name without its suffixes."""
     files = [work.file("one.jsonl", A), work.file("two.jsonl", B)]
     config = MixStepConfig(by=MixBy.file, weights={"one": 6, "two": 1})
     result = work.do(mix, files, mix=config)
@@ -57,7 +57,7 @@ def test_files_are_sources_by_their_names(work):
 
 
 def test_after_a_split_train_alone_is_drawn(work):
-    """The other sides pass as they are."""
+    """Validation and held-out files are copied unchanged."""
     files = [work.file("train.jsonl", A + B), work.file("val.jsonl", source("c", 2))]
     work.do(mix, files, mix=MixStepConfig(weights=WEIGHTS))
     assert {name: len(rows) for name, rows in work.rows().items()} == {
@@ -67,7 +67,7 @@ def test_after_a_split_train_alone_is_drawn(work):
 
 
 def test_sources_and_weights_that_do_not_meet_are_told_together(work):
-    """A source without a weight, and a weight whose name is a slip."""
+    """A source without a weight and a misspelled weight are reported at once."""
     config = MixStepConfig(weights={"aa": 1.0})
     with pytest.raises(Problems) as caught:
         work.do(mix, [work.file("x.jsonl", A + B)], mix=config)
@@ -77,7 +77,7 @@ def test_sources_and_weights_that_do_not_meet_are_told_together(work):
 
 
 def test_too_many_repeats_are_refused(work):
-    """A hundred times through a source is a slip in a weight."""
+    """A hundred passes over a source mean that a weight is wrong."""
     config = MixStepConfig(weights={"a": 0.01, "b": 0.99})
     with pytest.raises(DataError, match=r"corpus\.mix\.weights: .*over 100 times"):
         work.do(mix, [work.file("x.jsonl", A + B)], mix=config)

@@ -28,7 +28,7 @@ LATER = ["validate", "split", "curriculum"]
 
 @pytest.fixture
 def corpus(tmp_path):
-    """Three steps on thirty rows of ten groups."""
+    """Return the configuration of three steps over thirty rows in ten groups."""
     rows = [
         TrainingPair(
             prompt=f"p{number}",
@@ -44,7 +44,7 @@ def corpus(tmp_path):
 
 
 def done(config):
-    """Make the corpus, and return why each step was done; None where it was already."""
+    """Make the corpus; return why each step was run, None for a step that was reused."""
     from mens_exp.corpus.steps.pipeline import input_files
 
     files = input_files(config)
@@ -67,7 +67,7 @@ def content(config):
 
 
 def test_every_step_is_recorded(corpus, tmp_path):
-    """Settings, hashes of input and output, counts and cost; and the whole corpus."""
+    """Recorded are settings, digests of input and output, counts and time, and the whole corpus."""
     done(corpus)
     record = StepRecord.read(tmp_path / "out/02-split/step.json")
     rows = tmp_path / "out/01-validate/rows.jsonl"
@@ -90,7 +90,7 @@ def test_every_step_is_recorded(corpus, tmp_path):
 
 
 def test_a_second_run_does_nothing(corpus):
-    """Not a file is written again, the index included."""
+    """No file is rewritten, not even the index."""
     assert set(done(corpus).values()) == {"new"}
     before = content(corpus)
     assert done(corpus) == dict.fromkeys(LATER)
@@ -98,7 +98,7 @@ def test_a_second_run_does_nothing(corpus):
 
 
 def test_the_same_input_gives_the_same_bytes(corpus, tmp_path):
-    """In another directory, too."""
+    """The bytes are the same in another directory."""
     done(corpus)
     other = dataclasses.replace(corpus, output=str(tmp_path / "other"))
     done(other)
@@ -108,7 +108,7 @@ def test_the_same_input_gives_the_same_bytes(corpus, tmp_path):
 
 
 def test_a_changed_setting_is_done_again_from_there(corpus):
-    """What stands before it stays."""
+    """Earlier steps are reused."""
     done(corpus)
     corpus.split.val_frac = 0.3
     assert done(corpus) == {
@@ -119,14 +119,14 @@ def test_a_changed_setting_is_done_again_from_there(corpus):
 
 
 def test_a_changed_last_setting_leaves_the_others(corpus):
-    """Only the step that reads it is done again."""
+    """Only the step that reads the setting runs again."""
     done(corpus)
     corpus.curriculum = CurriculumConfig(order=DifficultyOrder.hardest_first)
     assert [name for name, why in done(corpus).items() if why] == ["curriculum"]
 
 
 def test_difficulty_reaches_the_next_step(corpus, tmp_path):
-    """Generated rows in the order of their own difficulty, without an input."""
+    """Without an input, generated rows are ordered by their own difficulty."""
     corpus.steps, corpus.input = ["generate", "curriculum"], None
     corpus.generate.rows = 8
     done(corpus)
@@ -137,7 +137,7 @@ def test_difficulty_reaches_the_next_step(corpus, tmp_path):
 
 
 def test_another_input_is_done_from_the_first_step(corpus, tmp_path):
-    """One more row in the file."""
+    """Adding a row to the file reruns every step."""
     done(corpus)
     with (tmp_path / "rows.jsonl").open("a") as file:
         file.write('{"prompt": "new", "response": "new"}\n')
@@ -145,7 +145,7 @@ def test_another_input_is_done_from_the_first_step(corpus, tmp_path):
 
 
 def test_another_version_of_the_code_is_done_again(corpus, monkeypatch):
-    """A step says so by its version."""
+    """A step whose version changed runs again."""
     done(corpus)
     newer = dataclasses.replace(STEPS["split"], version=STEPS["split"].version + 1)
     monkeypatch.setitem(STEPS, "split", newer)
@@ -165,7 +165,7 @@ def test_another_version_of_the_code_is_done_again(corpus, monkeypatch):
     ],
 )
 def test_a_corrupted_output_is_seen_and_made_again(corpus, tmp_path, harm, why):
-    """And the steps after it; the bytes are the same as before."""
+    """That step and those after it run again and give the same bytes."""
     done(corpus)
     before = content(corpus)
     harm(tmp_path / "out/02-split/val.jsonl")
@@ -178,7 +178,7 @@ def test_a_corrupted_output_is_seen_and_made_again(corpus, tmp_path, harm, why):
 
 
 def test_a_step_that_fails_leaves_the_ones_before_it(corpus, tmp_path):
-    """Nothing of its own, no index of what is not there, and the next run goes on behind them."""
+    """A failed run leaves the directories of earlier steps, and the next run reuses them."""
     corpus.split.val_frac, corpus.split.heldout_frac = 0.3, 0.3
     done(corpus)
     corpus.steps = ["validate", "mix"]
@@ -192,7 +192,7 @@ def test_a_step_that_fails_leaves_the_ones_before_it(corpus, tmp_path):
 
 
 def test_an_empty_result_is_an_error(corpus, tmp_path):
-    """All rows put aside: the step is named with what it dropped, and leaves no directory."""
+    """The error names the step and its counts, and no directory is left."""
     from mens_exp.config.data import OnBadRow
 
     (tmp_path / "rows.jsonl").write_text('{"prompt": "p"}\n')
@@ -229,7 +229,7 @@ pipeline.run_steps(run, files, hashes(files, config), lambda done: None)
 
 
 def test_a_killed_step_leaves_nothing_half_done(corpus, tmp_path):
-    """The next run clears what it left, keeps what was done before, and ends as if never killed."""
+    """The next run removes partial output, reuses finished steps and gives the same result."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen(
         [sys.executable, "-c", KILLED, str(corpus.input), str(corpus.output)],
@@ -251,7 +251,7 @@ def test_a_killed_step_leaves_nothing_half_done(corpus, tmp_path):
 
 
 def test_the_steps_are_those_that_the_configuration_names():
-    """Neither more nor less."""
+    """Exactly the configured steps are run."""
     assert set(STEPS) == set(NAMES)
 
 
@@ -260,27 +260,27 @@ def told(config):
 
 
 def test_an_input_that_is_not_there_is_refused(corpus, tmp_path):
-    """Before anything is made."""
+    """The error comes before anything is written."""
     corpus.input = str(tmp_path / "row.jsonl")
     assert "the nearest there is rows.jsonl" in told(corpus)
     assert not (tmp_path / "out").exists()
 
 
 def test_an_output_within_the_input_is_refused(corpus, tmp_path):
-    """A second extraction would read what the first one wrote."""
+    """A second run would extract from its own output."""
     corpus.steps, corpus.input = ["extract"], str(tmp_path)
     assert "the output is inside the input" in told(corpus)
 
 
 def test_an_input_within_the_output_is_refused(corpus, tmp_path):
-    """It would be replaced while it is read."""
+    """The input would be replaced while it is read."""
     done(corpus)
     corpus.input = str(tmp_path / "out/01-validate/rows.jsonl")
     assert "the input is inside the output" in told(corpus)
 
 
 def test_a_directory_that_holds_something_else_is_refused(corpus, tmp_path):
-    """Named, and left alone; the corpus of an earlier run is none."""
+    """A foreign directory is named and left alone; an earlier corpus is accepted."""
     done(corpus)
     (tmp_path / "out/corpus_report.html").touch()
     assert told(corpus) == ""

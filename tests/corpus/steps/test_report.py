@@ -42,7 +42,7 @@ def made(tmp_path, rows, run=None, **values):
 
 
 def test_rows_are_measured_and_what_is_unknown_has_a_reason(tmp_path):
-    """By hand; without a run nobody knows the tokenizer."""
+    """Values by hand; without a run the token counts are null with a reason."""
     found = made(tmp_path, ROWS)
     assert (found.rows, found.sides) == (4, {"train": 3, "val": 1})
     assert found.parse == {
@@ -62,7 +62,7 @@ def test_rows_are_measured_and_what_is_unknown_has_a_reason(tmp_path):
 
 
 def test_no_secret_gets_into_the_record(tmp_path):
-    """Neither of an answer nor of a label; where it stands is told."""
+    """The record gives the place of a secret, in an answer or a label, but not its text."""
     found = made(tmp_path, ROWS)
     assert KEY not in (tmp_path / "after" / RECORD).read_text("utf-8")
     (finding,) = found.safety["findings"]
@@ -76,7 +76,7 @@ def test_no_secret_gets_into_the_record(tmp_path):
 
 
 def test_shares_add_up_and_the_small_ones_are_put_together(tmp_path):
-    """Of 60 categories 50 are listed; the first has two rows."""
+    """Of 59 categories 50 are listed, of which the first has two rows."""
     rows = [TrainingPair(prompt="p", response=str(n), category=f"{n % 59:02d}") for n in range(60)]
     shares = made(tmp_path, rows).sources["category"]
     assert len(shares) == 51
@@ -87,7 +87,7 @@ def test_shares_add_up_and_the_small_ones_are_put_together(tmp_path):
 
 
 def test_tokens_are_those_of_the_run(tmp_path, tiny_config, tiny_base):
-    """Of its tokenizer, objective and sequence length; one row of four is cut there."""
+    """Counts follow the run's tokenizer, objective and sequence length; one of four rows is cut."""
     run = tiny_config("data.seq_len=64")
     rows = [*ROWS[:3], TrainingPair(prompt="four", response="y" * 100)]
     found = made(tmp_path, rows, run)
@@ -100,7 +100,7 @@ def test_tokens_are_those_of_the_run(tmp_path, tiny_config, tiny_base):
 
 
 def test_some_rows_stand_for_all(tmp_path, tiny_config, tiny_base):
-    """Two of four, with a standard error."""
+    """Two of four rows are encoded, and the result is marked as an estimate."""
     found = made(tmp_path, ROWS, tiny_config(), token_rows=2)
     assert found.tokens is not None
     assert (found.tokens["encoded_rows"], found.tokens["exact"]) == (2, False)
@@ -112,7 +112,7 @@ def test_a_tokenizer_that_is_not_here_is_unknown(
     tiny_config,
     monkeypatch,
 ):
-    """The Vox tokenizer needs no model's files."""
+    """A missing tokenizer gives null with a reason; Vox needs no files of a model."""
     monkeypatch.setenv("MENS_EXP_CACHE", str(tmp_path / "empty"))
     for name in ("hf", "vox"):
         (tmp_path / name).mkdir()
@@ -123,7 +123,7 @@ def test_a_tokenizer_that_is_not_here_is_unknown(
 
 
 def test_rows_that_cannot_be_encoded_are_no_end_of_the_report(tmp_path, tiny_config, tiny_base):
-    """The reason names the row, and quotes nothing of it."""
+    """The reason names the row without quoting it."""
     template = tmp_path / "template.jinja"
     template.write_text("always the same")
     run = tiny_config(f"tokenizer.chat_template={template}")
@@ -134,14 +134,14 @@ def test_rows_that_cannot_be_encoded_are_no_end_of_the_report(tmp_path, tiny_con
 
 
 def test_nobody_looks_for_duplicates_unasked(tmp_path):
-    """The reason is the setting."""
+    """Duplicates are null, and the reason names the setting."""
     found = made(tmp_path, ROWS, duplicates=False)
     assert found.duplicates is None
     assert found.unknown["duplicates"] == "corpus.report.duplicates is false"
 
 
 def test_without_the_library_duplicates_are_unknown(tmp_path, monkeypatch):
-    """The rest of the report is there."""
+    """The rest of the report is complete."""
     real = builtins.__import__
 
     def without(name, *rest):
@@ -160,7 +160,7 @@ def test_without_the_library_duplicates_are_unknown(tmp_path, monkeypatch):
 
 
 def test_number_of_processes_does_not_change_the_record(tmp_path):
-    """Over several pieces of rows."""
+    """The record is the same for any number of processes over several chunks."""
     rows = [
         TrainingPair(prompt=f"p{n}", response=f"x{n % 7} = {n}", language="python")
         for n in range(1200)

@@ -38,7 +38,7 @@ def sides(work):
     st.sampled_from([0.0, 0.1, 0.4]),
 )
 def test_files_are_split_as_rows_in_memory_are(work, groups, val_frac, heldout_frac):
-    """The same sides as a run's own split, by hash and, of few groups, by rank."""
+    """The sides equal those of a run's own split, by hash and, for few groups, by rank."""
     pairs = rows([*groups, "a", "b", "c"])
     config = SplitStepConfig(val_frac=val_frac, heldout_frac=heldout_frac)
     work.do(split, [work.file("a.jsonl", pairs)], split=config)
@@ -46,7 +46,7 @@ def test_files_are_split_as_rows_in_memory_are(work, groups, val_frac, heldout_f
 
 
 def test_a_project_stays_on_one_side(work):
-    """Its files do, which by file they do not."""
+    """With by=project all files of a project share a side; with by=file they may not."""
     groups = [f"p{project}::f{file}.py" for project in range(30) for file in range(8)]
     by_project = SplitStepConfig(by=SplitBy.project, val_frac=0.2, heldout_frac=0.2)
     result = work.do(split, [work.file("a.jsonl", rows(groups))], split=by_project)
@@ -61,7 +61,7 @@ def test_a_project_stays_on_one_side(work):
 
 
 def test_one_content_in_two_groups_is_refused(work):
-    """With one group a side, the row that two groups have is on two sides."""
+    """Equal rows of two groups would land on two sides."""
     pairs = [
         TrainingPair(prompt="same", response="same", group=f"{number}.py") for number in range(3)
     ]
@@ -70,13 +70,13 @@ def test_one_content_in_two_groups_is_refused(work):
 
 
 def test_a_side_that_would_be_empty_is_refused(work):
-    """Two groups cannot serve three sides."""
+    """Two groups cannot fill three sides."""
     with pytest.raises(DataError, match="no row is left for heldout"):
         work.do(split, [work.file("a.jsonl", rows(["a", "a", "b"]))])
 
 
 def test_the_check_sees_a_split_that_parts_a_group(work, monkeypatch):
-    """A side drawn by row instead of by group is found out."""
+    """A split that was drawn by row is detected."""
     turn = iter([Side.TRAIN, Side.VAL] * 6)
     drawn = SimpleNamespace(side=lambda _: next(turn), ranked=False)
     monkeypatch.setattr(module, "bounds_of", lambda *_: drawn)

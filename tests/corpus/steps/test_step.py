@@ -18,7 +18,7 @@ ROWS = [
 
 
 def test_rows_read_back_as_they_were_written(tmp_path):
-    """Every field, the difficulty too; only the place is new."""
+    """All fields round-trip, including the difficulty; only the place differs."""
     with RowWriter(tmp_path) as writer:
         for row in ROWS:
             writer.write(row)
@@ -28,7 +28,7 @@ def test_rows_read_back_as_they_were_written(tmp_path):
 
 
 def test_rows_of_a_split_keep_their_sides(tmp_path):
-    """A file for each side, and the side is read off the file's name."""
+    """There is a file for each side, and its name gives the side."""
     with RowWriter(tmp_path) as writer:
         writer.write(ROWS[0], Side.VAL)
         writer.write(ROWS[1], Side.TRAIN)
@@ -39,7 +39,7 @@ def test_rows_of_a_split_keep_their_sides(tmp_path):
 
 
 def test_a_bad_row_is_told_with_its_place_and_the_way_to_put_it_aside(tmp_path):
-    """The first one ends the reading; the rows before it were yielded."""
+    """Reading stops at the first bad row, after yielding those before it."""
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "p", "response": "r"}) + '\n{"prompt": 3}\n', "utf-8")
     rows = read_rows([path])

@@ -42,7 +42,7 @@ BAD = [
 
 
 def test_rows_whose_code_parses_pass_as_they_are(work):
-    """Python, Rust and JSON are asked; another language, or none, is not, and is counted."""
+    """Python, Rust and JSON are parsed; rows of other languages pass and are counted."""
     result = work.do(validate, [work.file("a.jsonl", GOOD)])
     assert (work.out / "rows.jsonl").read_bytes() == (work.path / "input/a.jsonl").read_bytes()
     assert result.facts["checked"] == {"json": 1, "not_checked": 2, "python": 2, "rust": 1}
@@ -52,13 +52,13 @@ def test_rows_whose_code_parses_pass_as_they_are(work):
 
 @pytest.mark.parametrize("bad", BAD)
 def test_code_that_does_not_parse_is_an_error(work, bad):
-    """Its file and line, and the other way to treat it."""
+    """The error gives file and line, and suggests quarantine."""
     with pytest.raises(Problems, match=r"(?s)a\.jsonl:2: the \w+ code does not parse.*quarantine"):
         work.do(validate, [work.file("a.jsonl", [GOOD[0], bad])])
 
 
 def test_bad_rows_are_put_aside_with_place_and_reason(work):
-    """What is no row as well as what is no code; the counts add up to the rows."""
+    """Invalid rows and code that does not parse are quarantined; the counts add up."""
     path = work.file("a.jsonl", [*GOOD, *BAD])
     with path.open("a", encoding="utf-8") as file:
         file.write('{"prompt": "p"}\nnot json\n')
@@ -73,7 +73,7 @@ def test_bad_rows_are_put_aside_with_place_and_reason(work):
 
 
 def test_many_bad_rows_of_one_kind_are_told_once_and_counted(work):
-    """With the first places; the number of all is said."""
+    """The message gives the first places and the total."""
     path = work.file("a.jsonl", [row("x = (", "python", str(number)) for number in range(30)])
     with pytest.raises(Problems) as caught:
         work.do(validate, [path])
@@ -83,7 +83,7 @@ def test_many_bad_rows_of_one_kind_are_told_once_and_counted(work):
 
 
 def test_sides_of_a_split_are_kept(work):
-    """Each row goes to the file that it came from."""
+    """Each row goes to the file it came from."""
     files = [work.file("train.jsonl", GOOD[:2]), work.file("val.jsonl", GOOD[2:3])]
     work.do(validate, files)
     assert {name: len(rows) for name, rows in work.rows().items()} == {
@@ -105,7 +105,7 @@ def sandboxed(work, rows):
 
 @needs_bubblewrap
 def test_code_that_parses_and_does_not_compile_is_found(work):
-    """Each language by its own compiler; rows keep their order."""
+    """Each language uses its own compiler; rows keep their order."""
     rows = [
         row("def f():\n    return 1", "python", "good"),
         row("return 1", "python", "bad"),
@@ -123,6 +123,6 @@ def test_code_that_parses_and_does_not_compile_is_found(work):
 
 @needs_bubblewrap
 def test_compiling_does_not_run_the_code(work):
-    """What would end the interpreter compiles, and passes."""
+    """Code that would exit the interpreter is compiled and not run."""
     result = validate(sandboxed(work, [row("import sys\nsys.exit(3)", "python")]))
     assert (result.rows_in, result.rows_out) == (1, 1)

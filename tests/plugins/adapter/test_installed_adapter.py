@@ -1,4 +1,4 @@
-"""An adapter method of an installed package: one object, one YAML, and this test."""
+"""An adapter method from an installed package: one object, one YAML file and this test."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def gains(run):
 
 
 def test_gains_are_learned_recorded_and_go_on_after_a_stop(trained, typed):
-    """A run in two parts ends with the bits of one in a single part; PEFT has no form of it."""
+    """A run in two parts is bitwise equal to one in a single part; there is no PEFT form."""
     run = trained(*GAINS, "trainer.max_steps=2")
     early = gains(run)
     typed("resume=run", "trainer.max_steps=4")
@@ -50,7 +50,7 @@ def test_gains_are_learned_recorded_and_go_on_after_a_stop(trained, typed):
 
 
 def test_merged_weights_are_the_rows_times_their_gains(trained, typed, tiny_base, tmp_path):
-    """Certified; PEFT's form is refused by name, and so is a merge without the package."""
+    """The merge is certified; PEFT's form and a merge without the package are refused by name."""
     run = trained(*GAINS, "backend=lora", "quant=none")
     typed("task=merge", "path=run", "out=merged", "hydra.run.dir=record")
     merged, learned = load_file(tmp_path / "merged" / "model.safetensors"), gains(run)
@@ -68,7 +68,7 @@ def test_merged_weights_are_the_rows_times_their_gains(trained, typed, tiny_base
 
 
 def test_a_saved_adapter_answers_as_the_trained_one(trained, typed, untimed, tmp_path):
-    """Its gains are put on a fresh model."""
+    """Its gains are loaded into a fresh model."""
     suite = ("suite=heldout_syntax", "suite.items=2", "suite.max_new_tokens=40")
     run = trained(*GAINS, *suite, "optim.lr=2")
     typed("task=evaluate", "path=run", *suite, "logger=none", "hydra.run.dir=scored")
@@ -89,14 +89,14 @@ def test_a_saved_adapter_answers_as_the_trained_one(trained, typed, untimed, tmp
     ],
 )
 def test_what_gains_cannot_have_is_refused(trained, word, said):
-    """By what the method declares; nothing is built."""
+    """The method's declarations decide, before anything is built."""
     done = trained(*GAINS, *word.split(), "task=plan", code=2)
     assert said in done.stderr
 
 
 @pytest.mark.parametrize("method", ["no_such_module:IT", "math:pi", "math:no_such_name"])
 def test_a_method_without_an_object_is_refused(method):
-    """What places its layers is imported when a model is built, and has to be a method."""
+    """The import path is resolved when a model is built, and must give a method."""
     spec = replace(ADAPTERS.named("lora"), name="nowhere", method=method)
     with pytest.raises(SetupError, match="the adapter method nowhere cannot be used"):
         method_of(spec)

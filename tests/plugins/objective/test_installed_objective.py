@@ -1,4 +1,4 @@
-"""An objective of an installed package: one object, one YAML, and this test."""
+"""An objective from an installed package: one object, one YAML file and this test."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONTRAST = ("objective=contrast", "data.path=worse.jsonl")
 
 @pytest.fixture(autouse=True)
 def worse_rows(tmp_path, rows_file):
-    """Write the usual rows, each with a worse answer in a column of its own."""
+    """Write the usual rows, each with a worse answer in its own column."""
     rows = [json.loads(line) for line in rows_file.read_text("utf-8").splitlines()]
     rows = [row | {"bad": "no" * (1 + i % 3)} for i, row in enumerate(rows)]
     path = tmp_path / "worse.jsonl"
@@ -38,7 +38,7 @@ def validations(run):
 
 
 def test_answers_gain_on_worse_ones(trained, typed, worse_rows):
-    """From nothing on; and a run in two parts ends with the bits of one in a single part."""
+    """The margin grows from zero; a run in two parts is bitwise equal to one in a single part."""
     run = trained(*CONTRAST, worse_rows, "objective.first=4", "trainer.max_steps=2")
     typed("resume=run", "trainer.max_steps=4")
     whole = trained(*CONTRAST, worse_rows, "objective.first=4", name="whole")
@@ -47,7 +47,7 @@ def test_answers_gain_on_worse_ones(trained, typed, worse_rows):
     base, tuned = validations(whole)
     assert (base["val/loss"], base["val/gain"], base["val/wins"]) == (1, 0, 0)
     assert tuned["val/loss"] < 1
-    assert 0 < tuned["val/gain"] == pytest.approx(1 - tuned["val/loss"])  # none is over the margin
+    assert 0 < tuned["val/gain"] == pytest.approx(1 - tuned["val/loss"])  # no pair exceeds it
     assert tuned["val/wins"] > 0.5
     steps = [json.loads(line) for line in whole.telemetry.read_text("utf-8").splitlines()]
     assert all("train/gain" in one["payload"] for one in steps if one["event"] == "step")
@@ -71,7 +71,7 @@ def test_answers_gain_on_worse_ones(trained, typed, worse_rows):
     ],
 )
 def test_what_it_cannot_learn_from_is_refused(trained, worse_rows, words, said, tmp_path):
-    """Before anything is trained."""
+    """The error comes before training."""
     done = trained(*CONTRAST, worse_rows, *words, code=2)
     assert said in done.stderr
     assert not (tmp_path / "run" / "adapter").exists()
@@ -79,7 +79,7 @@ def test_what_it_cannot_learn_from_is_refused(trained, worse_rows, words, said, 
 
 @pytest.fixture
 def toy(monkeypatch):
-    """Import the package's module where it lies."""
+    """Import the package's module from its file."""
     place = Path(__file__).with_name("toy_objective.py")
     spec = importlib.util.spec_from_file_location("toy_objective", place)
     module = importlib.util.module_from_spec(spec)
@@ -89,7 +89,7 @@ def toy(monkeypatch):
 
 
 def test_the_loss_is_what_is_missing_to_the_margin(toy):
-    """Two pairs by hand: one gains 0.3 on its worse answer, the other is over the margin."""
+    """By hand for two pairs: one has a margin of 0.36, and the other exceeds the required one."""
     head = torch.nn.Identity()
     ours = [[0.2, 0.8], [0.5, 0.5], [0.9, 0.1], [0.5, 0.5]]
     base = [[0.5, 0.5], [0.4, 0.6], [0.1, 0.9], [0.5, 0.5]]
@@ -115,7 +115,7 @@ def test_the_loss_is_what_is_missing_to_the_margin(toy):
 
 @pytest.mark.parametrize("place", ["no_such_module:IT", "math:pi"])
 def test_an_objective_without_documents_is_refused(monkeypatch, place):
-    """What makes documents of rows is imported where rows are encoded."""
+    """The import path of its documents is resolved when rows are encoded."""
     spec = replace(OBJECTIVES.named("assistant"), name="nowhere", documents=place)
     monkeypatch.setattr(OBJECTIVES, "_known", {"nowhere": spec})
     with pytest.raises(SetupError, match="the objective nowhere cannot be used"):

@@ -1,4 +1,4 @@
-"""A quantizer of an installed package: one object, one YAML, and this test."""
+"""A quantizer from an installed package: one object, one YAML file and this test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mens_exp.quant.binding import binding_of
 
 
 def test_a_run_trains_on_an_installed_quantizer(trained):
-    """The base is quantized, agrees with transformers over its values, and is recorded by name."""
+    """The base is quantized, matches transformers with its values, and is recorded by name."""
     run = trained("quant=steps")
     manifest = json.loads(run.manifest.read_text("utf-8"))
     facts = manifest["facts"]
@@ -25,7 +25,7 @@ def test_a_run_trains_on_an_installed_quantizer(trained):
 
 
 def test_its_settings_are_those_that_it_reads(trained):
-    """A block size has no effect on rows that share a step; the refusal is that of int8."""
+    """Rows share a step, so quant.block_size is refused as for int8."""
     done = trained("quant=steps", "quant.block_size=128", "task=plan", code=2)
     assert "quant.block_size" in done.stderr
     assert "with quant.quant_type=steps" in done.stderr
@@ -33,7 +33,7 @@ def test_its_settings_are_those_that_it_reads(trained):
 
 @pytest.mark.parametrize("binding", ["no_such_module:IT", "math:pi", "math:no_such_name"])
 def test_a_quantizer_without_a_binding_is_refused(binding):
-    """What loads the weights is imported when a base is loaded, and has to be a binding."""
+    """The import path is resolved when a base is loaded, and must give a binding."""
     spec = QuantizerSpec(name="nowhere", binding=binding, code_bits=8)
     with pytest.raises(SetupError, match="the quantizer nowhere cannot be used"):
         binding_of(spec)

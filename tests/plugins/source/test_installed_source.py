@@ -1,4 +1,4 @@
-"""A data source of an installed package: one object, one YAML, and this test."""
+"""A data source from an installed package: one object, one YAML file and this test."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ TABLES = ("data=tables", "data.upto=9")
 
 
 def words(tiny_run, *more):
-    """Return the usual overrides with this source in the place of the file."""
+    """Return the usual overrides with this source in place of the file."""
     theirs = [word for word in tiny_run if not word.startswith(("data=", "data.path="))]
     return [*theirs, *TABLES, "hydra.run.dir=run", *more]
 
 
 def rows_of_tables(word="times"):
-    """Return the rows by their definition, as canonical JSON lines."""
+    """Return the rows by definition, as canonical JSON lines."""
     return "".join(
         f'{{"group":"table {a}","prompt":"{a} {word} {b}?","response":"{a * b}"}}\n'
         for a in range(1, 10)
@@ -32,7 +32,7 @@ def rows_of_tables(word="times"):
 
 
 def test_a_run_trains_on_an_installed_source(typed, tiny_run, tmp_path):
-    """The rows by their definition, split by table; contract, inputs and provenance name them."""
+    """Rows are as defined and split by table; contract, inputs and provenance name the source."""
     typed(*words(tiny_run))
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text("utf-8"))
     sha256 = hashlib.sha256(rows_of_tables().encode()).hexdigest()
@@ -50,7 +50,7 @@ def test_a_run_trains_on_an_installed_source(typed, tiny_run, tmp_path):
 
 
 def test_a_mix_draws_from_it(typed, tiny_run, rows_file, tmp_path):
-    """Its settings stand in its entry, and the contract has the hash of its rows there."""
+    """Its settings are part of its entry, and the contract has the digest of its rows."""
     theirs = [word for word in tiny_run if not word.startswith(("data=", "data.path="))]
     entries = f"[{{path:{rows_file},weight:0.5}},{{source:tables,upto:9,language:de,weight:0.5}}]"
     typed(*theirs, "data=mix", f"data.sources={entries}", "hydra.run.dir=run")
@@ -72,7 +72,7 @@ def test_a_mix_draws_from_it(typed, tiny_run, rows_file, tmp_path):
     ],
 )
 def test_what_it_cannot_give_is_refused(typed, tiny_run, tmp_path, more, said):
-    """By its schema, or by the error of its class; nothing is written."""
+    """The schema or the class refuses it, and nothing is written."""
     assert said in typed(*words(tiny_run, more), code=2).stderr
     assert not (tmp_path / "run").exists()
 
@@ -86,7 +86,7 @@ class Nowhere(GivenData):
     "place", ["no_such_module:It", "math:pi", "math:no_such_name", "mens_exp.errors:MensError"]
 )
 def test_a_source_without_a_class_is_refused(monkeypatch, tmp_path, place):
-    """The class is imported when its rows are read, and has a method for them."""
+    """The class is imported when its rows are read, and must have the method."""
     spec = SourceSpec(name="nowhere", schema=Nowhere, rows=place)
     monkeypatch.setattr(SOURCES, "_known", {"nowhere": spec})
     with pytest.raises(SetupError, match="the data source nowhere cannot be used"):
@@ -102,13 +102,13 @@ def test_a_source_without_a_class_is_refused(monkeypatch, tmp_path, place):
     ],
 )
 def test_a_spec_that_contradicts_its_schema_is_refused(values, said):
-    """When its module is imported, so that the message names the package."""
+    """The error comes when its module is imported, so the message names the package."""
     with pytest.raises(TypeError, match=said):
         SourceSpec(**values)
 
 
 class Apart:
-    """Names a row to validate on."""
+    """A source that names a validation row."""
 
     def rows(self):
         return [{"prompt": "a", "response": "b"}]

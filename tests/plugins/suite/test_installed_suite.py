@@ -1,4 +1,4 @@
-"""A suite of an installed package: one object, one YAML, and this test."""
+"""A suite from an installed package: one object, one YAML file and this test."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LETTERS = ("suite=letters", "suite.items=26", "suite.max_new_tokens=64", "eval.t
 
 
 def test_a_base_is_scored_on_an_installed_suite(typed, tmp_path):
-    """Each answer as the package judges it; the scorecard has the suite's own test and digest."""
+    """The package judges each answer; the scorecard has the suite's self-test and digest."""
     typed(*BASE, *LETTERS, "hydra.run.dir=scored")
     run = RunDir(tmp_path / "scored")
     card = json.loads(run.scorecard.read_text("utf-8"))
@@ -52,7 +52,7 @@ def test_a_base_is_scored_on_an_installed_suite(typed, tmp_path):
 
 @pytest.fixture
 def sweep(typed, tmp_path):
-    """Return the runs of two arms in two seeds, in the order of the command."""
+    """Return the runs of two arms with two seeds, in the order of the command."""
     rows = [{"prompt": f"Say {n}.", "response": f"word {n}"} for n in range(60)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tiny = ("model=tiny_llama", "trainer=cpu", "logger=none", "trainer.max_steps=2", "data=jsonl")
@@ -72,7 +72,7 @@ def tuned_sizes(run):
 
 
 def mean_difference(run, other):
-    """Over the items that both have answered right."""
+    """Return the mean difference over items that both answered correctly."""
     mine, theirs = tuned_sizes(run), tuned_sizes(other)
     both = mine.keys() & theirs.keys()
     return sum(mine[item] - theirs[item] for item in both) / len(both)
@@ -82,7 +82,7 @@ COMPARED = ("task=compare", "path=all", "logger=none", "compare.primary=letters/
 
 
 def test_its_own_kpi_decides_a_comparison(typed, sweep, tmp_path):
-    """In its direction; by hand, item by item in each seed."""
+    """Its direction decides; values by hand, item by item for each seed."""
     typed(*COMPARED, "hydra.run.dir=compared")
     record = Comparison.read(tmp_path / "compared" / "compare.json")
     (contrast,) = record.contrasts
@@ -108,7 +108,7 @@ def test_its_own_kpi_decides_a_comparison(typed, sweep, tmp_path):
 
 
 def test_a_value_that_its_answer_contradicts_is_refused(typed, sweep):
-    """Though the mean and all hashes were made to fit."""
+    """It is refused even if the mean and all digests were adjusted."""
     run = sweep[0]
     lines = [json.loads(line) for line in run.events.read_text("utf-8").splitlines()]
     mine = [one for one in lines if one["condition"] == "tuned" and "values" in one]
@@ -127,7 +127,7 @@ def test_a_value_that_its_answer_contradicts_is_refused(typed, sweep):
 
 
 def rewrite(run, **changes):
-    """Edit a scorecard, and make the hash of its run fit."""
+    """Edit a scorecard and update its digest in the run."""
     card = json.loads(run.scorecard.read_text("utf-8"))
     run.scorecard.write_text(json.dumps(card | changes), "utf-8")
     manifest = json.loads(run.manifest.read_text("utf-8"))
@@ -136,7 +136,7 @@ def rewrite(run, **changes):
 
 
 def test_another_declaration_than_that_of_the_class_is_refused(typed, sweep):
-    """With another direction, the worse arm would win; a note may have been reworded."""
+    """With another direction the worse arm would win; a note may be reworded."""
     about = {"unit": "characters", "direction": "min", "note": "of a right answer"}
     verify = ("task=inspect", f"path={sweep[0].path}", "inspect.verify=true")
     for forged in ({"direction": "max"}, {"unit": "words"}, None):
@@ -158,7 +158,7 @@ def test_another_declaration_than_that_of_the_class_is_refused(typed, sweep):
 
 
 def test_a_declaration_that_is_none_is_refused(typed, sweep):
-    """Of a scorecard that somebody edited, though its suite is another one now."""
+    """The scorecard was edited and names another suite."""
     about = {"unit": "characters", "direction": "up", "note": "of a right answer"}
     for run in sweep:
         rewrite(run, suite_digest="0" * 64, declared={"letters/characters": about})
@@ -176,7 +176,7 @@ def test_a_declaration_that_is_none_is_refused(typed, sweep):
     ],
 )
 def test_a_kpi_that_would_be_taken_for_another_is_refused(name, value, said):
-    """By its name or value, at the first answer."""
+    """A reserved name or an invalid value is refused at the first answer."""
     item = Item(id="a", messages=({"role": "user", "content": "?"},))
     completion = Completion(text="a", tokens_in=1, tokens_out=1, latency_ms=1.0, is_finished=True)
     judgement = Judgement(success=True, values={name: value})
@@ -188,13 +188,13 @@ def test_a_kpi_that_would_be_taken_for_another_is_refused(name, value, said):
     ("word", "said"), [("suite.items=27", "suite.items"), ("suite.path=x", "suite.path")]
 )
 def test_its_settings_are_those_of_its_schema(typed, word, said):
-    """With their bounds; nothing is loaded for others."""
+    """Bounds of the schema are checked before anything is loaded."""
     assert said in typed(*BASE, "suite=letters", word, code=2).stderr
 
 
 @pytest.mark.parametrize("place", ["no_such_module:It", "math:pi", "mens_exp.errors:MensError"])
 def test_a_suite_without_a_class_is_refused(place):
-    """What freezes the items is imported when it is asked for, and has to be a suite."""
+    """The import path is resolved when the suite is needed, and must give a suite."""
     spec = SuiteSpec(name="nowhere", schema=SuiteConfig, suite=place)
     with pytest.raises(SetupError, match="the suite nowhere cannot be used"):
         suite_class(spec)

@@ -14,7 +14,7 @@ from mens_exp.tokenizer.implementations import HfTokenizer
 
 
 class Record:
-    """A RunRecord: the real directory, event log and manifest, without a task around them."""
+    """A RunRecord with the real directory, event log and manifest, without a task."""
 
     def __init__(self, path):
         self.dir = RunDir(path)
@@ -44,7 +44,7 @@ class Record:
 
 @dataclass
 class Fit:
-    """A module over tiny_llama and its data, to be fitted with any callbacks."""
+    """A module over tiny_llama and its data, for fitting with any callbacks."""
 
     config: Any
     module: Any
@@ -94,7 +94,7 @@ class Fit:
 
 @pytest.fixture
 def record(tmp_path):
-    """An open record; closed whatever the test does with it."""
+    """Open a record; it is closed after the test."""
     made = Record(tmp_path / "run")
     yield made
     made.close()
@@ -110,7 +110,7 @@ def fit(
     tiny_config,
     tiny_backend,
 ):
-    """A fresh graph and module, two micro-batches a step."""
+    """Return a fresh graph and module with two micro-batches per step."""
     from mens_exp.data.datamodule import RowsDataModule
     from mens_exp.training.build import build_module
 
@@ -118,7 +118,7 @@ def fit(
         "data=jsonl",
         f"data.path={rows_file}",
         "data.seq_len=192",
-        "trainer.max_steps=6",  # the stream is longer than most fits
+        "trainer.max_steps=6",  # a stream longer than most fits
         "trainer.accumulate_grad_batches=2",
         "optim.lr=1e-3",
         "schedule=constant",

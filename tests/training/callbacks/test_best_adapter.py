@@ -8,7 +8,7 @@ from mens_exp.training.callbacks.best_adapter import BestAdapter
 
 
 class Losses(Callback):
-    """Gives each validation of training a loss from a list, and keeps the adapter it was for."""
+    """Takes each validation loss from a list, and keeps the adapter it belongs to."""
 
     def __init__(self, losses):
         self.losses = iter(losses)
@@ -38,7 +38,7 @@ def same(first, second):
     ],
 )
 def test_the_graph_ends_with_the_adapter_of_the_lowest_loss(fit, losses, best):
-    """A validation after each of three steps; of equals, the earliest."""
+    """Validation runs after each of three steps; ties go to the earliest."""
     told, callback = Losses(losses), BestAdapter(fit.record)
     fit.run(fit.trainer(told, callback, max_steps=3, val_check_interval=2))
     assert not same(told.adapters[0], told.adapters[1])
@@ -47,14 +47,14 @@ def test_the_graph_ends_with_the_adapter_of_the_lowest_loss(fit, losses, best):
 
 
 def test_a_validation_outside_of_training_does_not_count(fit):
-    """The base model's own loss may well be the lowest."""
+    """The base model's own loss may be the lowest and must not be selected."""
     callback = BestAdapter(fit.record)
     fit.validate(fit.trainer(callback))
     assert (callback.step, callback.loss, callback.state_dict()["adapter"]) == (None, None, {})
 
 
 def test_without_a_validation_the_graph_is_left_alone(fit):
-    """Ending before the first validation selects nothing."""
+    """If training ends before the first validation, nothing is selected."""
     before = adapter_of(fit.module)
     BestAdapter(fit.record).on_fit_end(fit.trainer(), fit.module)
     assert same(adapter_of(fit.module), before)
@@ -62,7 +62,7 @@ def test_without_a_validation_the_graph_is_left_alone(fit):
 
 
 def test_the_kept_adapter_does_not_move_with_training(fit):
-    """It is a copy, also on CPU, where moving to the CPU would be none."""
+    """The kept adapter is a copy, also on the CPU, where `.cpu()` does not copy."""
     callback = BestAdapter(fit.record)
     fit.run(fit.trainer(Losses([1.0, 2.0]), callback, val_check_interval=2))
     kept = callback.state_dict()["adapter"]

@@ -28,19 +28,19 @@ def stored(fit, step):
 
 
 def test_saves_every_so_many_steps_and_at_the_end(fit):
-    """Of five steps with a checkpoint every two, the second, fourth and last are kept."""
+    """With five steps and a checkpoint every two, steps 2, 4 and 5 are saved."""
     fit.run(fit.trainer(saving(fit, every_n_steps=2, keep=9), max_steps=5))
     assert names(fit) == ["step_00000002.ckpt", "step_00000004.ckpt", "step_00000005.ckpt"]
 
 
 def test_keeps_only_the_newest(fit):
-    """What is older than the last two is deleted."""
+    """Only the last two checkpoints are kept."""
     fit.run(fit.trainer(saving(fit, every_n_steps=1, keep=2), max_steps=4))
     assert names(fit) == ["step_00000003.ckpt", "step_00000004.ckpt"]
 
 
 def test_holds_the_adapter_and_its_moments_but_never_the_base(fit):
-    """Three f32 numbers a trained parameter, and little else."""
+    """The size is three float32 numbers per trained parameter and little else."""
     fit.run(fit.trainer(saving(fit, every_n_steps=2)))
     trained = sum(p.numel() for p in fit.module.backend.trainable().values())
     size = fit.record.dir.checkpoint(2).stat().st_size
@@ -51,14 +51,14 @@ def test_holds_the_adapter_and_its_moments_but_never_the_base(fit):
 
 
 def test_holds_the_position_of_the_next_micro_batch(fit):
-    """Two steps of two micro-batches have taken numbers 0 to 3."""
+    """Two steps of two micro-batches have consumed numbers 0 to 3."""
     fit.run(fit.trainer(saving(fit, every_n_steps=1, keep=9)))
     loops = [stored(fit, step)["loops"]["fit_loop"]["state_dict"] for step in (1, 2)]
     assert [loop["combined_loader"] for loop in loops] == [[{"position": 2}], [{"position": 4}]]
 
 
 def test_says_what_it_saved(fit):
-    """The event names the step, the path inside the run, and the size."""
+    """The event gives the step, the path relative to the run, and the size."""
     fit.run(fit.trainer(saving(fit, every_n_steps=2)))
     saved = [e["payload"] for e in read_events(fit.record.dir.telemetry)]
     assert saved == [
@@ -71,7 +71,7 @@ def test_says_what_it_saved(fit):
 
 
 def test_a_step_is_saved_after_the_validation_that_belongs_to_it(fit):
-    """Resuming from it then misses no validation and repeats none."""
+    """A resumed run then neither misses nor repeats a validation."""
     callbacks = saving(fit, every_n_steps=1), TelemetryWriter(fit.record)
     fit.run(fit.trainer(*callbacks, val_check_interval=4, max_steps=3))
     assert events(fit, "step", "validation", "checkpoint_saved") == [
@@ -87,7 +87,7 @@ def test_a_step_is_saved_after_the_validation_that_belongs_to_it(fit):
 
 
 def test_a_validation_in_mid_accumulation_saves_nothing(fit):
-    """A checkpoint falls on an optimizer step only."""
+    """Checkpoints are written at optimizer steps only."""
     callbacks = saving(fit, every_n_steps=1), TelemetryWriter(fit.record)
     fit.run(fit.trainer(*callbacks, val_check_interval=3))
     assert events(fit, "validation", "checkpoint_saved") == [
@@ -99,16 +99,16 @@ def test_a_validation_in_mid_accumulation_saves_nothing(fit):
 
 
 def test_a_validation_outside_of_training_saves_nothing(fit):
-    """The base model's own validation comes before there is anything to save."""
+    """The base model is validated before there is anything to save."""
     fit.validate(fit.trainer(saving(fit, every_n_steps=1)))
     assert not fit.record.dir.checkpoints.exists()
 
 
 def test_global_generators_go_on_where_they_were(fit):
-    """The next draws of torch and numpy are the same after loading."""
+    """After loading, torch and numpy draw the same numbers again."""
     before = torch.get_rng_state(), np.random.get_state()
     try:
-        np.random.standard_normal()  # leaves a second Gaussian waiting
+        np.random.standard_normal()  # leaves a second Gaussian cached
         state = Checkpoint(fit.record).state_dict()
         drawn = [(float(torch.rand(())), np.random.standard_normal()) for _ in range(3)]
         Checkpoint(fit.record).load_state_dict(state)

@@ -1,4 +1,4 @@
-"""What every callback keeps to, found by looking into the package."""
+"""The contract of every callback, run on all callbacks found in the package."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ EVERY = pytest.mark.parametrize("kind", discovered(), ids=lambda kind: kind.__na
 
 
 class PlannedError(Exception):
-    """What the failing fit fails with."""
+    """The error that the failing fit raises."""
 
 
 class FailsAfterOneStep(Callback):
@@ -52,7 +52,7 @@ class FailsAfterOneStep(Callback):
 
 
 def drawn_score(items):
-    """A score that draws from every global generator."""
+    """Return a score after drawing from every global generator."""
     value = (random.random() + np.random.random() + float(torch.rand(()))) / 3
     return Measured(items=items, values={"eval/parse_rate": value}, unknown={}, events=[])
 
@@ -74,7 +74,7 @@ def fit_threads():
 
 
 def bytes_of(state):
-    """Serialize as a checkpoint does, and prove that a checkpoint can be read without pickle."""
+    """Serialize as a checkpoint does, and check that it can be read without pickle."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     buffer.seek(0)
@@ -98,14 +98,14 @@ def _same_random_state():
 
 
 def test_every_module_of_the_package_holds_one_callback():
-    """One callback, one file."""
+    """Each module defines exactly one callback."""
     modules = [module.name for module in pkgutil.iter_modules(package.__path__)]
     assert sorted(kind.__module__.rpartition(".")[2] for kind in discovered()) == sorted(modules)
 
 
 @EVERY
 def test_two_step_fit_ends_and_leaves_a_readable_record(kind, fit):
-    """Alone, without any other callback, it neither breaks training nor the record."""
+    """Each callback works alone: the fit ends and the record can be read."""
     before = fit_threads()
     trainer = fit.trainer(made(kind, fit.record))
     fit.run(trainer)
@@ -117,7 +117,7 @@ def test_two_step_fit_ends_and_leaves_a_readable_record(kind, fit):
 
 @EVERY
 def test_fit_is_the_same_with_and_without_it(kind, fit, reference):
-    """It listens: no random number is drawn and no weight is touched on its account."""
+    """A callback draws no random number and changes no weight."""
     fit.run(fit.trainer(made(kind, fit.record)))
     after = fit.module.backend.trainable()
     assert all(torch.equal(after[name], value) for name, value in reference.items())
@@ -125,7 +125,7 @@ def test_fit_is_the_same_with_and_without_it(kind, fit, reference):
 
 @EVERY
 def test_failing_fit_passes_the_error_on_and_writes_no_result(kind, fit):
-    """The error is the one that was raised, the record is still open, no adapter is there."""
+    """The original error propagates, the record stays open, and no adapter is written."""
     before = fit_threads()
     with pytest.raises(PlannedError):
         fit.run(fit.trainer(made(kind, fit.record), FailsAfterOneStep()))
@@ -138,7 +138,7 @@ def test_failing_fit_passes_the_error_on_and_writes_no_result(kind, fit):
 
 @EVERY
 def test_teardown_may_come_twice_and_without_a_fit(kind, fit):
-    """Lightning tears down after fit, after validate, and after an error in either."""
+    """Lightning calls teardown after fit, after validate, and after an error in either."""
     callback = made(kind, fit.record)
     trainer = fit.trainer(callback)
     for _ in range(2):
@@ -151,7 +151,7 @@ def test_teardown_may_come_twice_and_without_a_fit(kind, fit):
 
 @EVERY
 def test_state_survives_a_checkpoint(kind, fit):
-    """What one instance says of its state, another one that was given it says too."""
+    """An instance that loads the state returns the same state."""
     callback = made(kind, fit.record)
     fit.run(fit.trainer(callback))
     state = callback.state_dict()
@@ -163,7 +163,7 @@ def test_state_survives_a_checkpoint(kind, fit):
 
 @pytest.fixture
 def reference(fit, tiny_backend):
-    """The adapter after the two-step fit without any callback; the graph is then as new."""
+    """Return the adapter of the two-step fit without callbacks; the graph is restored."""
     from mens_exp.training.build import build_module
 
     fit.run(fit.trainer())

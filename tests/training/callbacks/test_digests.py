@@ -24,7 +24,7 @@ def array(*values, shape):
 
 
 def chained(*batches):
-    """Return the chain of micro-batches after a fresh start."""
+    """Return the hash chain of micro-batches from a fresh start."""
     record = SimpleNamespace(manifest=SimpleNamespace(facts={}, unknown={}), save=lambda: None)
     module = SimpleNamespace(step_digests={}, backend=SimpleNamespace(trainable=dict))
     trainer = SimpleNamespace(global_step=0, world_size=1)
@@ -39,13 +39,13 @@ def chained(*batches):
 
 @pytest.fixture
 def packed(documents_of):
-    """Documents 5 6 7 and 8 9, of which 7 and 9 are learned."""
+    """Return a batch of documents 5 6 7 and 8 9, in which 7 and 9 are supervised."""
     documents = documents_of([[5, 6, 7], [8, 9]], [[0, 0, 1], [0, 1]])
     return packed_batch(documents, [[0, 1]], 0)
 
 
 def test_the_chain_is_over_everything_that_a_graph_sees(packed):
-    """Written out by hand: the chain so far, bounds, ids, positions, mask, labels."""
+    """By hand: previous digest, bounds, ids, positions, mask and labels are hashed."""
     first = sha256(
         sha256().encode(),
         b"((0, 3), (3, 5))",
@@ -59,7 +59,7 @@ def test_the_chain_is_over_everything_that_a_graph_sees(packed):
 
 
 def test_a_padded_batch_has_its_mask_in_the_chain(documents_of):
-    """Two sequences of which the second is filled up: its fill is in the ids and in the mask."""
+    """Padding of the second sequence appears in the ids and in the mask."""
     batch = padded_batch(
         documents_of([[5, 6, 7], [8, 9]], [[0, 0, 1], [0, 1]]), [[0], [1]], 0, pad_id=2
     )
@@ -88,19 +88,19 @@ def test_a_padded_batch_has_its_mask_in_the_chain(documents_of):
     ids=lambda changed: next(iter(changed)),
 )
 def test_every_part_of_a_micro_batch_counts(packed, changed):
-    """One changed part is another chain."""
+    """Changing any part changes the digest."""
     assert chained(dataclasses.replace(packed, **changed)) != chained(packed)
 
 
 def test_order_counts_and_the_place_in_the_stream_does_not(packed, documents_of):
-    """The chain is over contents: two batches the other way round are another stream."""
+    """Swapping two batches changes the digest; their index in the stream does not."""
     other = packed_batch(documents_of([[1, 2]], [[0, 1]]), [[0]], 1)
     assert chained(packed, other) != chained(other, packed)
     assert chained(dataclasses.replace(packed, index=9)) == chained(packed)
 
 
 def test_a_fit_leaves_the_chain_of_each_step_and_of_the_run(fit):
-    """Two micro-batches a step: the second step's chain is that of the stream's first four."""
+    """With two micro-batches per step, step 2 has the digest of the first four."""
     stream = fit.data.train_dataloader()
     batches = [stream.batch(index) for index in range(4)]
     fit.run(fit.trainer(Digests(fit.record), TelemetryWriter(fit.record)))
@@ -111,7 +111,7 @@ def test_a_fit_leaves_the_chain_of_each_step_and_of_the_run(fit):
 
 
 def test_the_first_adapter_is_that_before_training(fit):
-    """A layer's digest is over A and B as they were built, the whole one over all layers'."""
+    """A layer's digest is over its initial A and B, the total over all layers."""
     before = {n: p.detach().numpy().copy() for n, p in fit.module.backend.trainable().items()}
     fit.run(fit.trainer(Digests(fit.record)))
     after = fit.module.backend.trainable()["l0.q.lora_b"].detach().numpy()
@@ -126,7 +126,7 @@ def test_the_first_adapter_is_that_before_training(fit):
 
 
 def test_a_graph_without_lora_says_why_it_has_no_digest(fit):
-    """Every weight trained: null with a reason."""
+    """If every weight is trained, the digest is null with a reason."""
     callback = Digests(fit.record)
     module = SimpleNamespace(backend=SimpleNamespace(trainable=lambda: {"w": torch.ones(2)}))
     callback.setup(fit.trainer(), module, "fit")
@@ -137,7 +137,7 @@ def test_a_graph_without_lora_says_why_it_has_no_digest(fit):
 
 
 def test_a_checkpoint_without_the_chain_makes_it_unknown(fit):
-    """A run that began before there were digests: no chain that leaves its beginning out."""
+    """A run started before digests existed has none, since its chain lacks the beginning."""
     trainer = fit.trainer(Digests(fit.record), TelemetryWriter(fit.record))
     callback = trainer.callbacks[0]
     later = SimpleNamespace(global_step=2, world_size=1)

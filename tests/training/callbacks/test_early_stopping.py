@@ -11,7 +11,7 @@ from mens_exp.training.callbacks.early_stopping import EarlyStopping
 
 
 class Losses(Callback):
-    """Gives each validation of training a loss from a list."""
+    """Takes each validation loss from a list."""
 
     def __init__(self, losses):
         self.losses = iter(losses)
@@ -22,7 +22,7 @@ class Losses(Callback):
 
 
 def steps_taken(fit, losses, **settings):
-    """Train up to six steps with a validation after each."""
+    """Train up to six steps, with a validation after each."""
     callbacks = Losses(losses), EarlyStopping(fit.record, **settings)
     trainer = fit.trainer(*callbacks, max_steps=6, val_check_interval=2)
     fit.run(trainer)
@@ -41,7 +41,7 @@ def steps_taken(fit, losses, **settings):
     ],
 )
 def test_a_run_ends_after_so_many_validations_without_a_lower_loss(fit, losses, settings, steps):
-    """Counted by hand; a fall by less than min_delta is none."""
+    """Steps are counted by hand; an improvement below min_delta does not count."""
     assert steps_taken(fit, losses, **settings) == steps
     stopped = steps < 6
     assert fit.record.manifest.results["stopped_early"] is stopped
@@ -50,7 +50,7 @@ def test_a_run_ends_after_so_many_validations_without_a_lower_loss(fit, losses, 
 
 
 def test_the_step_it_ends_at_is_saved_and_resuming_from_it_ends_there_too(fit, tiny_backend):
-    """Whatever the checkpoints' interval; Lightning's own would train on."""
+    """The final step is saved whatever the interval; Lightning's own callback would train on."""
     fit.config.checkpoint = CheckpointConfig(every_n_steps=50)
     steps = steps_taken_saving(fit, [5, 6, 4, 3, 2, 1])
     assert steps == 2

@@ -6,7 +6,7 @@ from mens_exp.training.callbacks.facts import ManifestFacts
 
 
 def test_facts_are_those_of_the_first_batch_and_the_graph(fit):
-    """Counted here from the stream and the parameters themselves."""
+    """Facts are compared with counts made here from the stream and the parameters."""
     first = fit.data.train_dataloader().batch(0)
     fit.run(fit.trainer(ManifestFacts(fit.record)))
     facts = Manifest.read(fit.record.dir.manifest).facts
@@ -28,7 +28,7 @@ def test_facts_are_those_of_the_first_batch_and_the_graph(fit):
 
 
 def test_facts_of_the_first_batch_survive_a_resume(fit):
-    """The process that goes on begins with another batch, which is not the run's first."""
+    """A resumed process starts with a later batch, which is not the run's first."""
     fit.record.manifest.facts["tokens_in_first_batch"] = 7
     fit.data.train_dataloader().position = 2
     fit.run(fit.trainer(ManifestFacts(fit.record), max_steps=1))
@@ -38,7 +38,7 @@ def test_facts_of_the_first_batch_survive_a_resume(fit):
 
 
 def test_a_resume_in_other_forms_is_noted(fit, tmp_path):
-    """With the step up to which others were in use, and none if they are the same."""
+    """The note gives the step up to which the other forms were used; if equal, there is none."""
     started = fit.trainer(ManifestFacts(fit.record), max_steps=1)
     fit.run(started)
     started.save_checkpoint(tmp_path / "one.ckpt")

@@ -12,7 +12,7 @@ from mens_exp.training.callbacks.finite_guard import FiniteGuard
 
 
 class Spoil(Callback):
-    """Makes something of the second step not finite."""
+    """Makes a value of the second step non-finite."""
 
     def __init__(self, what):
         self.what = what
@@ -30,7 +30,7 @@ class Spoil(Callback):
     ("what", "named"), [("loss", "the loss"), ("gradient", "the gradient of l0.q.lora_a")]
 )
 def test_a_number_that_is_not_finite_stops_the_step(fit, what, named):
-    """The error names it and its step, and the adapter is as it was after the first one."""
+    """The error names the value and the step; the adapter is that after the first step."""
     before = {}
 
     class Remember(Callback):
@@ -47,7 +47,7 @@ def test_a_number_that_is_not_finite_stops_the_step(fit, what, named):
 
 
 def test_weights_that_the_last_step_made_infinite_are_named_by_the_validation(fit):
-    """Nothing checks them after the last step but the loss of the final validation."""
+    """After the last step, only the final validation loss can reveal such weights."""
 
     class Overflow(Callback):
         def on_train_batch_end(self, trainer, pl_module, *_):
@@ -60,7 +60,7 @@ def test_weights_that_the_last_step_made_infinite_are_named_by_the_validation(fi
 
 
 def test_a_norm_beyond_f32_stops_nothing_while_each_number_is_finite(fit):
-    """The square of 1e30 is no f32; the gradient is one all the same."""
+    """The square of 1e30 overflows float32, but the gradient is finite."""
     norms = []
 
     class Enlarge(Callback):
@@ -76,7 +76,7 @@ def test_a_norm_beyond_f32_stops_nothing_while_each_number_is_finite(fit):
 
 
 def test_a_gradient_that_another_callback_spoils_stops_the_step(fit):
-    """The check follows all callbacks: nothing comes between it and the update."""
+    """The check runs after all callbacks, immediately before the update."""
 
     class Spoils(Callback):
         def on_before_optimizer_step(self, trainer, pl_module, optimizer):
@@ -88,7 +88,7 @@ def test_a_gradient_that_another_callback_spoils_stops_the_step(fit):
 
 
 def test_a_module_that_reads_no_figures_is_guarded_too(fit):
-    """A hook of the user's in the place of ours: the guard looks itself."""
+    """If the user replaces our hook, the guard checks the gradients itself."""
 
     class Own(type(fit.module)):
         def on_before_optimizer_step(self, optimizer):
@@ -100,13 +100,13 @@ def test_a_module_that_reads_no_figures_is_guarded_too(fit):
 
 
 def test_steps_between_checks_are_not_looked_at(fit):
-    """With a check every second step, the second step is not one of them."""
+    """With check_every_n_steps=2 the bad second step is not checked."""
     fit.run(fit.trainer(Spoil("loss"), FiniteGuard(fit.record, check_every_n_steps=2)))
     assert fit.module.global_step == 2
 
 
 def test_a_base_that_is_not_finite_is_named_as_the_cause(fit):
-    """A lower learning rate does not mend a damaged file."""
+    """The message does not advise a lower learning rate, as the file is damaged."""
 
     class Damage(Callback):
         def on_train_start(self, trainer, pl_module):
@@ -121,7 +121,7 @@ def test_a_base_that_is_not_finite_is_named_as_the_cause(fit):
 
 
 def test_losses_that_are_not_finite_before_a_step_name_the_base(fit):
-    """The record has no place for NaN: the weight is named before anything is written."""
+    """The weight is named before NaN would be written into the record."""
     fit.module.refuse_unfinite(1.0, None)
     with pytest.raises(TrainingError, match="before its first step"):
         fit.module.refuse_unfinite(1.0, math.inf)
@@ -134,7 +134,7 @@ def test_losses_that_are_not_finite_before_a_step_name_the_base(fit):
 
 
 def test_a_quantized_weight_whose_scale_is_not_finite_is_named(fit):
-    """Its values of four bits are finite always."""
+    """4-bit codes are always finite; their scale may not be."""
     layers = fit.module.named_modules()
     name, layer = next((n, one) for n, one in layers if isinstance(one, bnb.nn.Linear4bit))
     state = layer.weight.quant_state

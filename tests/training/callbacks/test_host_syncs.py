@@ -1,4 +1,4 @@
-"""Where an optimizer step makes the host wait for the device, on a device that has no values."""
+"""Host synchronizations of an optimizer step, counted on a device without values."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from mens_exp.training import build
 from mens_exp.training.build import build_module, build_trainer
 
 STEPS, MICRO_BATCHES = 3, 4
-# Lightning asks the device for the length of the stream, before training.
+# Lightning reads the length of the stream from the device before training.
 pytestmark = pytest.mark.filterwarnings("ignore:Total length of")
 QLORA = ("quant.compute_dtype=f32",)
 FULL = ("backend=full", "quant=none", "quant.compute_dtype=f32")
 
 
 class Phases(Callback):
-    """Splits what was found into micro-batches, and what an optimizer step adds to its last."""
+    """Splits the syncs into those of micro-batches and those that an optimizer step adds."""
 
     def __init__(self, syncs):
         self.syncs = syncs
@@ -40,21 +40,21 @@ class Phases(Callback):
         self.micro_batches.append(self._taken())
 
     def on_train_batch_end(self, trainer, pl_module, *_):
-        """Take what came after the backward pass; it runs after all callbacks that read."""
+        """Record the syncs since the backward pass; it runs after all callbacks that read."""
         self.steps.append(self._taken())
 
 
 class OnDevice(SingleDeviceStrategy):
-    """One process whose root device is the stand-in of a GPU."""
+    """A strategy of one process whose root device is the stand-in for a GPU."""
 
     def __init__(self, *_):
         super().__init__(DEVICE)
 
     def setup_environment(self):
-        """Do nothing: the accelerator of the trainer is a CPU's."""
+        """Do nothing, since the accelerator of the trainer is a CPU."""
 
     def model_to_device(self):
-        """Do nothing: the model already exists."""
+        """Do nothing, since the model already exists."""
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def phases(fit, tiny_backend, tiny_config, monkeypatch):
 
 
 def stands_in_for_torch(monkeypatch):
-    """Give the stand-in what torch has for GPUs alone: autocast, and generators."""
+    """Give the stand-in the features that torch has only for GPUs: autocast and generators."""
     autocast, is_on, generator = torch.autocast, torch.is_autocast_enabled, torch.Generator
     monkeypatch.setattr(torch, "autocast", lambda _, **options: autocast("cpu", **options))
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: is_on("cpu"))
@@ -93,7 +93,7 @@ def stands_in_for_torch(monkeypatch):
 
 
 def files_of(groups):
-    """Count the syncs of each group by the name of the file that asked."""
+    """Count the syncs of each group by the file that caused them."""
     return [Counter(Path(one.file).name for one in group) for group in groups]
 
 
@@ -102,7 +102,7 @@ ONCE = ([{}] * (MICRO_BATCHES - 1) + [{"module.py": 1}]) * STEPS
 
 @pytest.mark.parametrize("overrides", [QLORA, FULL], ids=["qlora", "full"])
 def test_a_step_waits_once_and_its_micro_batches_never(phases, overrides):
-    """Loss, metrics and the norm of the gradient, for guard and telemetry, are read together."""
+    """Loss, metrics and gradient norm are read together once per optimizer step."""
     found = phases(*overrides)
     assert not any(found.micro_batches), [
         str(one) for group in found.micro_batches for one in group
@@ -111,14 +111,14 @@ def test_a_step_waits_once_and_its_micro_batches_never(phases, overrides):
 
 
 def test_a_padded_micro_batch_waits_for_transformers_alone(phases):
-    """Its masking looks whether the mask is all ones; a packed batch has no mask."""
+    """The library checks whether the mask is all ones; a packed batch has no mask."""
     found = phases(*QLORA, packing=False)
     assert files_of(found.micro_batches) == [{"masking_utils.py": 1}] * STEPS * MICRO_BATCHES
     assert files_of(found.steps) == ONCE
 
 
 def test_a_number_that_a_micro_batch_reads_is_found(phases):
-    """The attack: a loss that is logged in every micro-batch, named with its line."""
+    """A loss that is logged in every micro-batch is found and named with its line."""
 
     def logged(training_loss):
         def reads(*arguments):
@@ -155,7 +155,7 @@ WAITING = {
 
 @pytest.mark.parametrize("reads", WAITING.values(), ids=WAITING.keys())
 def test_what_waits_for_a_device_is_counted(reads):
-    """One entry, with the line of this file."""
+    """Each sync has one entry, with the line of this file."""
     x = torch.ones(4, device=DEVICE)
     with HostSyncs() as syncs:
         reads(x)
@@ -163,7 +163,7 @@ def test_what_waits_for_a_device_is_counted(reads):
 
 
 def test_what_waits_for_nothing_is_not_counted():
-    """Arithmetic, fills, indices that are numbers, and what is on the host already."""
+    """Arithmetic, fills, integer indices and values on the host do not synchronize."""
     x, host = torch.ones(4, device=DEVICE), torch.ones(4)
     with HostSyncs() as syncs:
         x[1:].mul_(2.0).add_(x[torch.zeros(3, dtype=torch.long, device=DEVICE)])

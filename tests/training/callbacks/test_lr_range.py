@@ -15,7 +15,7 @@ RATES = [10.0**exponent for exponent in np.linspace(-6, 0, 61)]
 
 
 def smoothed(losses):
-    """Return the weighted means whose weights fall by a tenth for each step back."""
+    """Return exponentially weighted means with a decay of 0.9."""
     found = []
     for last in range(len(losses)):
         weights = 0.9 ** np.arange(last, -1, -1)
@@ -24,7 +24,7 @@ def smoothed(losses):
 
 
 def test_a_tenth_of_the_rate_of_the_lowest_smoothed_change_is_proposed():
-    """A change that falls from a millionth on and rises from a hundredth on; batches differ."""
+    """The change falls from 1e-6 on and rises from 1e-2 on, with noise between batches."""
     batches = list(3 + np.random.default_rng(0).normal(0, 1, len(RATES)))
     changes = [abs(math.log10(rate) + 2) / 4 - 1 for rate in RATES]
     losses = [one + change for one, change in zip(batches, changes, strict=True)]
@@ -33,7 +33,7 @@ def test_a_tenth_of_the_rate_of_the_lowest_smoothed_change_is_proposed():
     assert found["smoothed"] == pytest.approx(expected)
     lowest = RATES[int(np.argmin(expected))]
     assert found["lowest_at"] == lowest
-    assert 1e-2 < lowest < 1e-1  # the average lags behind
+    assert 1e-2 < lowest < 1e-1  # smoothing lags behind
     assert found["proposed"] == pytest.approx(lowest / 10)
     assert (found["from_rate"], found["to_rate"]) == (RATES[0], RATES[-1])
 
@@ -48,7 +48,7 @@ def test_a_tenth_of_the_rate_of_the_lowest_smoothed_change_is_proposed():
     ],
 )
 def test_a_test_that_shows_no_rate_proposes_none(changes, why):
-    """With the reason, and what would show one."""
+    """The outcome gives the reason and what to change."""
     losses = [3 + one for one in changes]
     found = proposal(RATES[: len(losses)], losses, [3.0] * len(losses), diverged=False)
     assert found["proposed"] is None
@@ -56,7 +56,7 @@ def test_a_test_that_shows_no_rate_proposes_none(changes, why):
 
 
 def outcome(tiny_run, tmp_path, *words):
-    """Run a range test of at most fourteen steps; return its directory and its outcome."""
+    """Run a range test of up to fourteen steps; return its directory and outcome."""
     usual = {word.partition("=")[0]: word for word in tiny_run}
     usual.pop("schedule.warmup_steps")
     chosen = {"schedule": "schedule=lr_range", "trainer.max_steps": "trainer.max_steps=14"}
@@ -68,7 +68,7 @@ def outcome(tiny_run, tmp_path, *words):
 
 @pytest.mark.draws
 def test_a_run_records_what_each_rate_did_and_says_what_to_type(tiny_run, tmp_path, capsys):
-    """The steps of the telemetry are those of the outcome, which the page draws."""
+    """The outcome, which the page plots, has the steps of the telemetry and an override."""
     run, found = outcome(tiny_run, tmp_path, "optim.lr=1e-2", "schedule.highest=1000")
     steps = [e["payload"] for e in read_events(run.telemetry) if e["event"] == "step"]
     rates = [step["optim/lr"] for step in steps]
@@ -76,7 +76,7 @@ def test_a_run_records_what_each_rate_did_and_says_what_to_type(tiny_run, tmp_pa
     losses = [step["train/loss"] for step in steps]
     base = [step["train/base_loss"] for step in steps]
     assert found == proposal(rates, losses, base, diverged=found["diverged"])
-    assert base[0] == pytest.approx(losses[0], rel=1e-5)  # B is zero
+    assert base[0] == pytest.approx(losses[0], rel=1e-5)  # B starts at zero
     assert base[1:] != losses[1:]
     page = run.report.read_text("utf-8")
     assert "Range test of learning rates" in page
@@ -90,7 +90,7 @@ def test_a_run_records_what_each_rate_did_and_says_what_to_type(tiny_run, tmp_pa
 
 
 def test_a_loss_that_diverges_ends_the_test(tiny_run, tmp_path):
-    """At the first step whose smoothed loss is beyond the multiple; the run has succeeded."""
+    """It stops when the smoothed loss exceeds the multiple, and the run has succeeded."""
     run, found = outcome(tiny_run, tmp_path, "schedule.highest=1e7", "schedule.divergence=1.001")
     assert found["diverged"]
     steps = [e["payload"] for e in read_events(run.telemetry) if e["event"] == "step"]

@@ -17,7 +17,7 @@ def with_console(record, *, terminal, every=10):
 
 
 def test_lines_where_the_output_is_no_terminal(fit):
-    """The first step, every second one, and the last; no control characters."""
+    """There is a line for the first step, every second one and the last, without control codes."""
     callback, text = with_console(fit.record, terminal=False, every=2)
     fit.run(fit.trainer(callback, max_steps=5))
     lines = text.getvalue().splitlines()
@@ -27,15 +27,15 @@ def test_lines_where_the_output_is_no_terminal(fit):
 
 
 def test_a_bar_on_a_terminal_that_ends_with_training(fit):
-    """It shows the steps, and leaves the cursor as it was."""
+    """The bar shows the steps and restores the cursor at the end."""
     callback, text = with_console(fit.record, terminal=True)
     fit.run(fit.trainer(callback))
     assert "2/2" in text.getvalue()
-    assert text.getvalue().rstrip().endswith("\x1b[?25h")  # the cursor is shown again
+    assert text.getvalue().rstrip().endswith("\x1b[?25h")  # shows the cursor
 
 
 def test_the_bar_stops_at_an_error(fit):
-    """What follows on the terminal is not drawn over."""
+    """Later output on the terminal is not overwritten."""
 
     class Fails(Callback):
         def on_train_batch_end(self, *_):
@@ -48,7 +48,7 @@ def test_the_bar_stops_at_an_error(fit):
 
 
 def test_rates_and_time_left_are_shown_where_they_are_known(fit):
-    """75 seconds left are 1:15."""
+    """The remaining 75 seconds are shown as 1:15."""
     callback, text = with_console(fit.record, terminal=False)
 
     class Rates(Callback):
@@ -61,7 +61,7 @@ def test_rates_and_time_left_are_shown_where_they_are_known(fit):
 
 
 def test_a_notebook_shows_one_bar_that_moves(fit, monkeypatch):
-    """It is drawn once and then updated in its place; text is escaped."""
+    """The bar is created once and updated in place; its text is escaped."""
     import IPython.display
 
     drawn = []

@@ -18,7 +18,7 @@ from mens_exp.training.callbacks.scorecard import Scorecard
 
 
 class Rates:
-    """Scores from a list, one a scorecard, and the items that were asked for."""
+    """Takes the score of each scorecard from a list, and records the items asked for."""
 
     def __init__(self, values, metric="eval/parse_rate"):
         self.values, self.metric = iter(values), metric
@@ -55,7 +55,7 @@ def scored(record):
 
 
 def real_score(fit):
-    """Score with the graph in training, as a run does; nothing is executed."""
+    """Score with the graph in training, as a run does, without executing anything."""
     tokenizer = fit.data.tokenizer
     engine = GraphEngine(
         fit.module.backend,
@@ -68,7 +68,7 @@ def real_score(fit):
 
 
 def test_every_nth_step_and_the_last_are_scored(fit):
-    """Five steps by two: 2, 4 and the fifth, at so many items each."""
+    """With five steps and a scorecard every two, steps 2, 4 and 5 are scored."""
     rates = Rates([0.25, 0.5, 0.75])
     fit.run(fit.trainer(Scorecard(fit.record, rates, 2, 3), max_steps=5))
     payloads = scored(fit.record)
@@ -83,7 +83,7 @@ def test_every_nth_step_and_the_last_are_scored(fit):
 
 
 def test_a_graph_that_answers_in_training_trains_the_same(fit, tiny_backend):
-    """Real generation, its tokens drawn: the adapter is the same, bit for bit."""
+    """With real, sampled generation the adapter stays bitwise equal."""
     without = fit.trainer(max_steps=3)
     fit.run(without)
     expected = adapter_of(fit.module)
@@ -114,7 +114,7 @@ def test_a_graph_that_answers_in_training_trains_the_same(fit, tiny_backend):
     ],
 )
 def test_the_best_adapter_by_a_kpi_is_put_back(fit, metric, values, best):
-    """The table says which way is better; of equals the earliest; its loss is its own."""
+    """The KPI's direction decides, ties go to the earliest, and the loss is that step's."""
     kept, chooser = Kept(), BestAdapter(fit.record, metric)
     card = Scorecard(fit.record, Rates(values, metric), 1)
     fit.run(fit.trainer(chooser, kept, card, max_steps=3, val_check_interval=2))
@@ -129,7 +129,7 @@ def test_the_best_adapter_by_a_kpi_is_put_back(fit, metric, values, best):
 
 
 def test_a_validation_between_scorecards_chooses_nothing(fit):
-    """Validated after each step and scored after the second: only the second may be chosen."""
+    """Validations without a scorecard are not candidates, so the second step is chosen."""
     chooser = BestAdapter(fit.record, "eval/parse_rate")
     card = Scorecard(fit.record, Rates([0.0, 0.0]), 2)
     fit.run(fit.trainer(chooser, card, max_steps=3, val_check_interval=2))
@@ -137,7 +137,7 @@ def test_a_validation_between_scorecards_chooses_nothing(fit):
 
 
 def test_a_kpi_that_the_suite_leaves_unknown_ends_the_run(fit):
-    """Not the first adapter by accident."""
+    """Selecting the first adapter instead would be an accident."""
     chooser = BestAdapter(fit.record, "eval/task_success")
     card = Scorecard(fit.record, Rates([0.0]), 1)
     with pytest.raises(TrainingError, match=r"adapter\.metric.*found task_success.*parse_rate"):
@@ -145,7 +145,7 @@ def test_a_kpi_that_the_suite_leaves_unknown_ends_the_run(fit):
 
 
 def test_the_best_so_far_survives_a_checkpoint(fit, tiny_backend):
-    """Three steps, stopped after two: the first, which only the checkpoint knows, is chosen."""
+    """The best step is known only from the checkpoint and is still chosen."""
     kept, card = Kept(), Scorecard(fit.record, Rates([0.9, 0.1]), 1)
     chooser, saver = BestAdapter(fit.record, "eval/parse_rate"), Checkpoint(fit.record)
     fit.run(fit.trainer(chooser, kept, card, saver, max_steps=2, val_check_interval=2))

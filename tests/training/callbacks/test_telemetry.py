@@ -6,12 +6,12 @@ from mens_exp.training.callbacks.telemetry import TelemetryWriter
 
 
 def test_each_step_is_one_event_with_the_declared_metrics(fit):
-    """Two micro-batches make one step."""
+    """Two micro-batches give one event."""
     fit.run(fit.trainer(TelemetryWriter(fit.record)))
     read = [(e["event"], e["payload"]) for e in read_events(fit.record.dir.telemetry)]
     assert [name for name, _ in read] == [
         *("train_start", "step", "step"),
-        *("validation", "train_complete"),  # training validates after its last step
+        *("validation", "train_complete"),  # validation runs after the last step
     ]
     step = read[1][1]
     assert step["step"] == 1
@@ -23,7 +23,7 @@ def test_each_step_is_one_event_with_the_declared_metrics(fit):
 
 
 def test_a_validation_names_its_condition(fit):
-    """Base and tuned are told apart."""
+    """Events of base and tuned validations differ in their condition."""
     trainer = fit.trainer(TelemetryWriter(fit.record))
     with fit.module.as_base():
         fit.validate(trainer)
@@ -34,7 +34,7 @@ def test_a_validation_names_its_condition(fit):
 
 
 def test_a_run_without_a_step_left_still_writes_its_results(fit):
-    """A run killed after its last checkpoint has nothing to train, and no adapter yet."""
+    """A run killed after its last checkpoint has no step left and no adapter yet."""
     from mens_exp.training.callbacks.checkpoint import Checkpoint
 
     fit.run(fit.trainer(Checkpoint(fit.record)))

@@ -10,7 +10,7 @@ from mens_exp.training.callbacks.throughput import Throughput
 
 
 class Clock:
-    """A clock that stands still until it is moved."""
+    """A clock that moves only when told."""
 
     def __init__(self):
         self.now = 0.0
@@ -20,7 +20,7 @@ class Clock:
 
 
 class Module:
-    """Counters of a module in training; two micro-batches a step."""
+    """Counters of a module in training with two micro-batches per step."""
 
     def __init__(self):
         self.tokens = self.supervised_tokens = self.micro_batches = 0
@@ -43,7 +43,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def take(clock):
-    """Take an optimizer step of two micro-batches that lasts so many seconds."""
+    """Take an optimizer step of two micro-batches with the given duration."""
 
     def taken(callback, module, seconds, pause_s=0.0):
         at = module.micro_batches // 2 + 1
@@ -66,7 +66,7 @@ def figures(record):
 
 
 def test_a_step_has_its_own_rates(record, take):
-    """200 tokens, 80 of them learned, in four seconds; nine like it are left."""
+    """200 tokens, 80 of them supervised, take four seconds; nine such steps remain."""
     callback, module = Throughput(record), Module()
     callback.on_train_start(None, module)
     take(callback, module, 4.0)
@@ -79,7 +79,7 @@ def test_a_step_has_its_own_rates(record, take):
 
 
 def test_the_run_leaves_out_its_first_step_and_its_pauses(record, take):
-    """Two steps of two seconds count; warm-up, and a minute of validation, do not."""
+    """Two steps of two seconds count; the first step and a minute of validation do not."""
     callback, module = Throughput(record), Module()
     callback.on_train_start(None, module)
     take(callback, module, 30.0)
@@ -91,7 +91,7 @@ def test_the_run_leaves_out_its_first_step_and_its_pauses(record, take):
 
 
 def test_a_resumed_run_counts_on(record, take):
-    """One step of two seconds before, one of six after; each process warms up once."""
+    """One step of two seconds before and one of six after; each process warms up once."""
     first, module = Throughput(record), Module()
     first.on_train_start(None, module)
     take(first, module, 30.0)
@@ -106,7 +106,7 @@ def test_a_resumed_run_counts_on(record, take):
 
 
 def test_one_step_says_why_there_is_no_rate(record, take):
-    """Null with a reason, not a rate of the warm-up."""
+    """The rate is null with a reason, since the first step is warm-up."""
     callback, module = Throughput(record), Module()
     callback.on_train_start(None, module)
     take(callback, module, 30.0)
@@ -116,7 +116,7 @@ def test_one_step_says_why_there_is_no_rate(record, take):
 
 
 def test_real_steps_take_time(fit):
-    """The clock of a real fit runs."""
+    """A real fit has positive durations."""
     began = time.perf_counter()
     fit.run(fit.trainer(Throughput(fit.record)))
     spent = time.perf_counter() - began

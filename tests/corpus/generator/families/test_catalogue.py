@@ -1,4 +1,4 @@
-"""What every family must keep, whatever it draws."""
+"""Promises that every family keeps, whatever it draws."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ def tasks(family, *, repair=False):
 
 
 def drafts(family, count):
-    """Return drafts with an instruction of each."""
+    """Return drafts, each with an instruction."""
     draws = [Draw(f"test/{family.name}/{n}") for n in range(count)]
     made = [(family.draft(draw), draw) for draw in draws]
     return [(draft, instruction(draft, draw)) for draft, draw in made]
 
 
 def run(program, tests):
-    """Run a program and its tests as Python does, nothing counted."""
+    """Run a program and its tests as plain Python, without the step counter."""
     scope = {"__name__": "solution"}
     for source in (program, *tests):
-        exec(compile(source, "<task>", "exec"), scope)  # the generator's own
+        exec(compile(source, "<task>", "exec"), scope)  # generated code
 
 
 def stubs(task):
-    """Return programs that do nothing: no answer, one fixed answer, or an exception."""
+    """Return programs that do nothing useful: no answer, a constant, or an exception."""
     if "class " in task.solution:
         return [f"class {task.entry_point}:\n    def __init__(self, *given):\n        pass"]
     answer = task.tests[0].rpartition(" == ")[2]
@@ -46,7 +46,7 @@ def stubs(task):
 
 
 def test_there_are_forty_families_and_more_of_as_many_kinds_as_were_asked_for():
-    """Named once each; a dozen themes are trained on."""
+    """At least forty families with unique names cover the sixteen required themes."""
     assert len(FAMILIES) == len({family.name for family in FAMILIES}) == len(SIDES) >= 40
     assert {family.theme for family in FAMILIES} >= {
         *("strings", "lists", "dicts", "arithmetic", "recursion", "parsing", "dates", "classes"),
@@ -56,7 +56,7 @@ def test_there_are_forty_families_and_more_of_as_many_kinds_as_were_asked_for():
 
 
 def test_each_family_is_on_one_side_and_every_side_has_several():
-    """The sides between them hold every family once; none is left out."""
+    """The sides partition the families, and each side has several."""
     sides = {side: {family.name for family in families_of(side)} for side in Side}
     assert sum(map(len, sides.values())) == len(set().union(*sides.values())) == len(FAMILIES)
     assert len(sides[Side.TRAIN]) >= 40
@@ -64,7 +64,7 @@ def test_each_family_is_on_one_side_and_every_side_has_several():
 
 
 def test_benchmark_and_validation_families_are_the_ones_that_were_chosen():
-    """Moving a family from one side to another makes earlier scores worthless: not by accident."""
+    """Moving a family to another side invalidates earlier scores, so the lists are fixed here."""
     assert {family.name for family in families_of(Side.HELDOUT)} == {
         *("run_lengths", "ranked", "frequent", "orbit", "bisect", "product_matrix", "postfix"),
         *("checksum", "count_weekdays", "extreme_stack", "until"),
@@ -77,7 +77,7 @@ def test_benchmark_and_validation_families_are_the_ones_that_were_chosen():
 
 @every_family
 def test_reference_passes_its_tests_and_stubs_fail(family):
-    """Run without the generator's own counter; a stub returns nothing, or one fixed answer."""
+    """Plain Python, without the step counter, is the oracle; stubs return nothing or a constant."""
     found = tasks(family)
     assert len(found) >= DRAWS * 0.7
     for task in found:
@@ -89,7 +89,7 @@ def test_reference_passes_its_tests_and_stubs_fail(family):
 
 @every_family
 def test_broken_programs_fail_with_the_error_that_is_told(family):
-    """The last line of a real traceback, at the test that is told."""
+    """The recorded error is the last line of the traceback, raised by the recorded test."""
     for task in tasks(family, repair=True):
         assert task.repair is not None
         assert task.repair.program != task.solution
@@ -100,7 +100,7 @@ def test_broken_programs_fail_with_the_error_that_is_told(family):
             before = task.tests[: place + 1]
         try:
             run(task.repair.program, before)
-        except Exception as error:  # whichever it is
+        except Exception as error:  # any exception
             # Since Python 3.12 traceback.format_exc adds the nearest name.
             said = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
             said = said.partition(". Did you mean")[0]
@@ -111,7 +111,7 @@ def test_broken_programs_fail_with_the_error_that_is_told(family):
 
 @every_family
 def test_tests_find_most_mutants_and_all_mutants_come_to_an_end(family):
-    """Three of four at least; the others say the same as the reference, or nearly."""
+    """Tests find at least 70 % of mutants; most others are equivalent to the reference."""
     (task, *_) = tasks(family)
     suite = Suite(task.tests)
     fates = Counter(
@@ -122,7 +122,7 @@ def test_tests_find_most_mutants_and_all_mutants_come_to_an_end(family):
 
 @every_family
 def test_tasks_are_asked_for_in_full(family):
-    """Entry point and parameters stand in the prompt, the answer is bare code of Python 3.11."""
+    """The prompt names entry point and parameters; the answer is bare Python 3.11 code."""
     for task in tasks(family):
         assert f"`{task.entry_point}(" in task.instruction
         assert task.instruction in task.prompt
@@ -141,7 +141,7 @@ def test_tasks_are_asked_for_in_full(family):
 
 @every_family
 def test_parameters_give_thousands_of_tasks(family):
-    """Among 200 of 2,000 equally likely ones ten repetitions are expected; hardly more come."""
+    """Of 200 draws from 2,000 equally likely tasks ten repeat on average; few more may."""
     made = drafts(family, 200)
     assert len({(draft.solution, asked) for draft, asked in made}) >= 188
     assert len({draft.solution for draft, _ in made}) >= 120
@@ -150,7 +150,7 @@ def test_parameters_give_thousands_of_tasks(family):
 
 @every_family
 def test_programs_import_only_what_computes(family):
-    """No file, no process, no network: what is run in this process cannot do more than compute."""
+    """Programs run in this process, so they must not touch files, processes or the network."""
     for draft, _ in drafts(family, 25):
         tree = ast.parse(draft.solution)
         imported = {
@@ -178,7 +178,7 @@ def test_a_task_is_what_it_is_called(family):
 
 @every_family
 def test_parameters_are_not_taken_for_something_else(family):
-    """A parameter is assigned to only where the family counts it down or moves it along."""
+    """Solutions do not assign to parameters, except in families that count them down."""
     moved = {"digits", "orbit", "change_bits", "bisect", "stepping"}
     for draft, _ in drafts(family, 40):
         for node in ast.walk(ast.parse(draft.solution)):
@@ -193,7 +193,7 @@ def test_parameters_are_not_taken_for_something_else(family):
 
 
 def test_most_families_have_a_second_source_of_their_results():
-    """What the reference gives is held against another implementation when a task is drawn."""
+    """When a task is drawn, the reference is checked against a second implementation."""
     checked = [
         family.name
         for family in FAMILIES
