@@ -372,3 +372,37 @@ def test_a_specification_brings_its_own_models(tmp_path, capsys):
     assert success == {"old": 0.0, "new": 1.0}
     assert [one["id"] for one in card.generation["conditions"]] == ["old", "new"]
     assert capsys.readouterr().err == ""
+
+
+def test_answers_end_where_transformers_ends_them(tiny_base, tmp_path, monkeypatch):
+    """At the model's own end tokens, of which generation_config.json may name several."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    base = shutil.copytree(tiny_base.directory, tmp_path / "base")
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    questions = ["What is two and two?", "Name a colour.", "Sort these numbers."]
+
+    def answers():
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        for question in questions:
+            text = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+            ids = tokenizer(text, return_tensors="pt")
+            made = model.generate(**ids, max_new_tokens=12, do_sample=False)
+            yield made[0, ids["input_ids"].shape[1] :].tolist()
+
+    third = next(answers())[2]
+    settings = json.dumps({"eos_token_id": [2, third]})
+    (base / "generation_config.json").write_text(settings, "utf-8")
+    expected = list(answers())
+    assert expected[0][-1] == third
+    monkeypatch.chdir(tmp_path)
+    rows = [json.dumps({"prompt": one, "expected": "four"}) for one in questions]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows), "utf-8")
+    command = ["task=evaluate", "path=base", "model=hf", f"model.id={base}", "trainer=cpu"]
+    command += ["quant=none", "backend=lora", "quant.compute_dtype=f32", "logger=none"]
+    command += ["suite=jsonl", "suite.path=rows.jsonl", "suite.max_new_tokens=12"]
+    assert cli.main([*command, "hydra.run.dir=scored"]) == 0
+    found = read_item_events(tmp_path / "scored" / "events.jsonl")
+    assert [event["tokens_out"] for event in found] == [len(ids) for ids in expected]
+    assert [event["finished"] for event in found] == [ids[-1] in {2, third} for ids in expected]

@@ -79,6 +79,25 @@ def test_answer_ends_with_end_of_sequence_or_the_templates_marker(
     assert configured(chat_template=BRACKETS, eos_token=None).end_ids == set()
 
 
+@pytest.mark.parametrize(
+    ("files", "ends"),
+    [
+        ({"generation_config.json": {"eos_token_id": [0, 2, 9]}}, {0, 2, 9}),
+        ({"generation_config.json": {"eos_token_id": 0}, "config.json": {"eos_token_id": 9}}, {0}),
+        ({"generation_config.json": {}, "config.json": {"eos_token_id": 9}}, {9}),
+        ({"config.json": {"text_config": {"eos_token_id": [9]}}}, {9}),
+        ({"config.json": {"eos_token_id": [-1, 10**6, "2", True, None]}}, set()),
+    ],
+)
+def test_the_end_tokens_of_the_model_end_an_answer_too(written, configured, files, ends):
+    """As in transformers, those of config.json count only without others; unknown ids do not."""
+    for name, settings in files.items():
+        (written / name).write_text(json.dumps(settings), "utf-8")
+    tokenizer = configured()
+    assert tokenizer.end_ids == {2} | ends
+    assert tokenizer.turn_end_ids == {2}
+
+
 def test_template_that_refuses_small_talk_is_read(configured):
     """The error is raised when the rows are encoded, and names the row."""
     assert configured(chat_template="{{ raise_exception('no') }}").end_ids == {2}

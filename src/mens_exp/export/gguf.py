@@ -135,7 +135,7 @@ def _add_tokenizer(writer: Any, tokenizer: HfTokenizer, vocabulary: GgufVocabula
         token = tokenizer.core.token_to_id(tokenizer.special_tokens.get(name, ""))
         if token is not None:
             add(token)
-    turn_ends = sorted(tokenizer.end_ids - {tokenizer.eos_id})
+    turn_ends = sorted(tokenizer.turn_end_ids - {tokenizer.eos_id})
     if turn_ends:
         writer.add_eot_token_id(turn_ends[0])
     writer.add_add_bos_token(vocabulary.adds_bos)

@@ -53,8 +53,9 @@ _SCRIPTS = "a small answer, 7\n\té漢🦀"
 class HfTokenizer:
     """tokenizer.json, its special tokens and its chat template.
 
-    ``end_ids`` are the ids that end an answer: the end-of-sequence token, and the control token
-    that the chat template writes after an answer. ``template_source`` is the origin of the chat
+    ``turn_end_ids`` are the end-of-sequence token, and the control token that the chat template
+    writes after an answer. ``end_ids``, the ids that end an answer, are these and those of the
+    model, with which transformers ends an answer. ``template_source`` is the origin of the chat
     template, and ``date`` is its current date. Conversation text that spells a control token is
     encoded as text, unless ``allow_control_text`` is set.
     """
@@ -64,6 +65,7 @@ class HfTokenizer:
     template_source: str
     special_tokens: dict[str, str]
     end_ids: set[int]
+    turn_end_ids: set[int]
     sha256: str
     date: str = DATE
     allow_control_text: bool = False
@@ -99,12 +101,14 @@ class HfTokenizer:
         core.no_truncation()
         template, source = chat_template_of(directory, config)
         special_tokens = _special_tokens(_tokenizer_config(directory))
+        ends = _end_ids(core, template, special_tokens)
         return cls(
             core=core,
             chat_template=template,
             template_source=source,
             special_tokens=special_tokens,
-            end_ids=_end_ids(core, template, special_tokens),
+            end_ids=ends | _model_end_ids(directory, core.get_vocab_size()),
+            turn_end_ids=ends,
             sha256=sha256_file(path),
             date=DATE if config is None else config.date,
             allow_control_text=config is not None and config.allow_control_text,
@@ -266,6 +270,26 @@ def _end_ids(core: Tokenizer, template: str, special_tokens: dict[str, str]) -> 
     closing = core.encode(text.rpartition(_PROBE)[2], add_special_tokens=False).ids
     controls = _control_ids(core)
     return ends | set([token for token in closing if token in controls][:1])
+
+
+def _model_end_ids(directory: Path, vocab_size: int) -> set[int]:
+    """Return the ids with which transformers' ``generate`` ends an answer of the model.
+
+    They are in generation_config.json; if it has none, in config.json.
+    """
+    of_model = _read_object(directory / "config.json")
+    inside = of_model.get("text_config")
+    for settings in (
+        _read_object(directory / "generation_config.json"),
+        of_model,
+        inside if isinstance(inside, dict) else {},
+    ):
+        found = settings.get("eos_token_id")
+        if found is not None:
+            ids = found if isinstance(found, list) else [found]
+            known = range(vocab_size)
+            return {one for one in ids if type(one) is int and one in known}
+    return set()
 
 
 def _tokenizer_config(directory: Path) -> dict[str, Any]:
