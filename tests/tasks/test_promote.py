@@ -302,6 +302,20 @@ def test_without_a_certificate_there_is_no_promotion(lab):
     assert unmet(made) == {"parity certificate"}
 
 
+def test_runs_that_were_scored_again_are_no_evidence(lab):
+    """Otherwise a cycle that failed could be answered again, in another way, until it passes."""
+    paths = []
+    for name, seeds in (("one", [1, 2, 3, 4]), ("two", [5, 6, 7, 8])):
+        lab.open(name, seeds)
+        told = {"arms": ARMS, "seeds": seeds, "passes": lambda *_: 4, "suite": SUITE}
+        told |= {"started": AFTER, "kpis": good}
+        runs = lab.study(name, **told)
+        scored = lab.study(f"{name}_again", of=runs, **told)
+        paths.append(lab.compared(name, scored))
+    made = lab.burn(paths)
+    assert (made["decision"], unmet(made)) == (Answer.INSUFFICIENT, {"first scores"})
+
+
 def test_a_certificate_is_held_to_the_default_budget(lab):
     """A merge may set a looser one, within which anything passes."""
     paths, file = lab.two(), lab.certificate()

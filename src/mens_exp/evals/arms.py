@@ -57,6 +57,7 @@ class Trial:
         suite_digest: suite digest of its scorecard; None without a scorecard.
         answering: generation settings of its scorecard; empty without a scorecard.
         overlap: its training rows' overlap with the scored items; None if unknown or without items.
+        is_rescored: whether a later evaluation replaces its own scorecard of the same suite.
     """
 
     manifest: Manifest
@@ -65,6 +66,7 @@ class Trial:
     suite_digest: str | None = None
     answering: Mapping[str, Any] = field(default_factory=dict)
     overlap: OverlapPart | None = None
+    is_rescored: bool = False
 
     @property
     def contract(self) -> dict[str, Any]:
@@ -177,7 +179,7 @@ def aliased(arms: Sequence[Arm], factors: Iterable[str]) -> list[str]:
 
 
 def seed_labels(arm: Arm, seeds: Iterable[int] = ()) -> list[str]:
-    """List seeds of an arm that are missing, repeated, resumed, extended, or trained on the suite.
+    """List seeds of an arm that are missing or repeated, and what is unusual about their runs.
 
     Args:
         arm: the arm.
@@ -215,7 +217,8 @@ def trained_on(part: OverlapPart) -> str:
 
 def _knowing(trial: Trial) -> list[str]:
     part = trial.overlap
-    return [trained_on(part)] if part is not None and part["contained"] else []
+    found = [trained_on(part)] if part is not None and part["contained"] else []
+    return found + ["scored again by a later evaluation"] * trial.is_rescored
 
 
 def _resumed(trial: Trial) -> list[str]:

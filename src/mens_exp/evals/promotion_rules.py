@@ -37,6 +37,7 @@ class Evidence:
         runs: the runs that the cycle freezes; empty for exploratory or contradicted evidence.
         unverifiable: parts that cannot be verified.
         trained_on_items: runs whose training rows contain items of the suite, with figures.
+        rescored: runs whose own scorecard of the suite a later evaluation replaces.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Evidence:
     runs: Sequence[FrozenRun] = ()
     unverifiable: Sequence[str] = ()
     trained_on_items: Sequence[str] = ()
+    rescored: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -406,6 +408,15 @@ def _registered(policy: BurnProductionPolicy, one: Evidence) -> Iterator[RuleRec
         threshold="none shared with an earlier cycle",
         passed=not one.shared_seeds,
         leads_to=Answer.INSUFFICIENT,
+    )
+    yield rule_of(
+        "first scores",
+        one,
+        observed="; ".join(one.rescored) or "of the first scorecards",
+        threshold="no run scored again after its own scorecard of the suite",
+        passed=not one.rescored,
+        leads_to=Answer.INSUFFICIENT,
+        note="otherwise answers could be drawn again until they pass",
     )
 
 

@@ -41,7 +41,7 @@ from mens_exp.evals.kpis import as_recorded
 from mens_exp.evals.promotion_rules import Evidence, Parity
 from mens_exp.evals.study import conducted
 from mens_exp.planning.contract import recorded_digest
-from mens_exp.tasks.study_runs import not_as_written, read_study
+from mens_exp.tasks.study_runs import has_own_scorecard, not_as_written, read_study
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -268,6 +268,7 @@ def gathered(
                 runs=runs,
                 unverifiable=[*unverifiable, *_late(late, cycle)],
                 trained_on_items=list(_trained_on_items(record)),
+                rescored=list(_rescored(record)),
             )
         )
     return found
@@ -294,6 +295,14 @@ def _trained_on_items(record: Comparison) -> Iterator[str]:
         part = overlap_with_items(Manifest.read(trained), by)
         if part is not None and part["contained_frac"] > ContractConfig().max_overlap_frac:
             yield f"seed {run['seed']} of {run['arm']}: {trained_on(part)}"
+
+
+def _rescored(record: Comparison) -> Iterator[str]:
+    """Yield the runs that an evaluation scored after they had scored themselves."""
+    for run in record.runs:
+        suite, scorer = run["suite_digest"], run["scored_by"]
+        if suite is not None and scorer and has_own_scorecard(RunDir(Path(run["path"])), suite):
+            yield f"seed {run['seed']} of {run['arm']}"
 
 
 def _late(count: int, cycle: CycleEntry | None) -> list[str]:

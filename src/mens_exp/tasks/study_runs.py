@@ -274,6 +274,9 @@ def _read(run: RunDir, scorer: RunDir | None, suites: _SuitesAtHand) -> tuple[Sc
         suite_digest=None if scorecard is None else scorecard.suite_digest,
         answering={} if scorecard is None else scorecard.generation,
         overlap=None if scorecard is None else overlap_with_items(manifest, by),
+        is_rescored=scorecard is not None
+        and scorer is not None
+        and has_own_scorecard(run, scorecard.suite_digest),
     )
     scored = Scored(
         trial=trial,
@@ -353,6 +356,11 @@ def _contradicted_metrics(
                     expected=str(again.get(name, _ABSENT)),
                     remedy="run it again; records are never edited",
                 )
+
+
+def has_own_scorecard(run: RunDir, suite_digest: str) -> bool:
+    """Return whether a training run scored itself on a suite."""
+    return run.scorecard.is_file() and Scorecard.read(run.scorecard).suite_digest == suite_digest
 
 
 def _record(
