@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import api_page
+import numpy as np
 import peft
 import pytest
 import torch
@@ -308,6 +310,29 @@ def test_a_second_ctrl_c_interrupts_and_does_not_kill(tiny_run, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         train(*tiny_run, "hydra.run.dir=run")
     assert load_run("run").status is Status.CANCELLED
+
+
+def test_a_run_leaves_the_state_of_the_process_as_it_was(tiny_run):
+    """Random numbers and deterministic algorithms are the notebook's own again."""
+    random.seed(7)
+    np.random.seed(7)
+    torch.manual_seed(7)
+    torch.use_deterministic_algorithms(mode=True, warn_only=True)
+
+    def drawn():
+        return random.random(), np.random.random(), torch.rand(1).item()
+
+    try:
+        states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        expected = drawn()
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        train(*tiny_run, "trainer.max_steps=1", "hydra.run.dir=run")
+        assert drawn() == expected
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(mode=False)
 
 
 def test_another_thread_trains_too(tiny_run):

@@ -16,6 +16,8 @@ run as cancelled and raises KeyboardInterrupt.
 from __future__ import annotations
 
 import os
+import random
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -34,7 +36,7 @@ from mens_exp.errors import ConfigError, Problems, RequestError, TrainingError
 from mens_exp.planning.machine import of_torchrun
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from mens_exp.config.overrides import Cell
     from mens_exp.config.root import RunConfig
@@ -351,7 +353,8 @@ def train(*overrides: Given, resume: Subject | None = None) -> Run:
     _refuse_torchrun()
     begin_command()
     resumption = prepare_resumption(_path(resume), split_pairs(_texts(overrides)))
-    _guarded(lambda: resume_training(resumption), resumption.directory.path)
+    with _state_restored():
+        _guarded(lambda: resume_training(resumption), resumption.directory.path)
     return load_run(resumption.directory.path)
 
 
@@ -510,7 +513,8 @@ def _conducted(task_name: str, overrides: Sequence[Given]) -> RunDir:
     begin_command()
     chosen = [] if task_name == "train" else [f"task={task_name}"]
     texts = [*chosen, *_texts(overrides)]
-    with reading(sources_in(texts)), rows_read_once():
+    state = nullcontext() if task_name == "plan" else _state_restored()  # a plan needs no torch
+    with state, reading(sources_in(texts)), rows_read_once():
         return _composed(task_name, texts)
 
 
@@ -542,6 +546,25 @@ def _composed(task_name: str, texts: Sequence[str]) -> RunDir:
     if raised:
         raise raised[0]
     return RunDir(directories[0])
+
+
+@contextmanager
+def _state_restored() -> Iterator[None]:
+    """Restore what a run sets for its whole process: random states and deterministic algorithms."""
+    of_python = random.getstate()  # some imports draw from it
+    import numpy as np
+    import torch
+
+    of_numpy = np.random.get_state()  # noqa: NPY002  # the notebook's
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)  # noqa: NPY002
+        torch.use_deterministic_algorithms(deterministic, warn_only=only_warns)
 
 
 def _guarded(work: Callable[[], None], directory: Path) -> None:
