@@ -406,3 +406,17 @@ def test_answers_end_where_transformers_ends_them(tiny_base, tmp_path, monkeypat
     found = read_item_events(tmp_path / "scored" / "events.jsonl")
     assert [event["tokens_out"] for event in found] == [len(ids) for ids in expected]
     assert [event["finished"] for event in found] == [ids[-1] in {2, third} for ids in expected]
+
+
+def test_a_base_with_a_short_context_is_scored_on_items_of_a_file(tiny_base, tmp_path, monkeypatch):
+    """`data.seq_len` has no effect there, so its default of 512 tokens is no problem."""
+    base = shutil.copytree(tiny_base.directory, tmp_path / "base")
+    settings = json.loads((base / "config.json").read_text("utf-8"))
+    (base / "config.json").write_text(json.dumps({**settings, "max_position_embeddings": 64}))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "Hi.", "expected": "Hi."}\n', "utf-8")
+    command = ["model=hf", f"model.id={base}", "trainer=cpu", "logger=none"]
+    of_file = ["suite=jsonl", "suite.path=rows.jsonl", "suite.max_new_tokens=4"]
+    assert cli.main(["task=evaluate", "path=base", *command, *of_file, "hydra.run.dir=a"]) == 0
+    assert Scorecard.read(tmp_path / "a" / "scorecard.json").items == 1
+    assert cli.main(["task=train", *command, *of_file, "hydra.run.dir=b"]) == 2

@@ -27,7 +27,7 @@ def lr_beside(default_lr: float | None, parts: float = 1) -> float:
 
 @dataclass(kw_only=True, slots=True)
 class OptimizerConfig:
-    """Settings common to all optimizers; they train only the adapter."""
+    """Settings common to all optimizers."""
 
     _target_: str = setting(MISSING, "Class of the optimizer; set by the option.")
     name: str = setting("own", "The option's name; set by the option.", changes=Effect.NOTHING)

@@ -51,6 +51,14 @@ if TYPE_CHECKING:
 _FLOATS = frozenset({"BF16", "F16", "F32"})
 
 
+def _reads_rows(config: RunConfig) -> bool:
+    """Return whether the task encodes rows, so that data.seq_len has an effect."""
+    task = config.task.name
+    return task in {"train", "plan", "attribute"} or (
+        task == "evaluate" and config.suite.spec.from_rows
+    )
+
+
 def check_model(config: RunConfig) -> Iterator[MensError]:
     """Yield the problems of the base model's files and limits."""
     model = config.model
@@ -59,8 +67,8 @@ def check_model(config: RunConfig) -> Iterator[MensError]:
     if any(range_problems(model)):
         return  # already reported, and nothing can be computed from such dimensions
     shape = shape_of(model)
-    if config.data.seq_len > shape.max_position_embeddings:
-        most = shape.max_position_embeddings
+    most = shape.max_position_embeddings
+    if config.data.seq_len > most and _reads_rows(config):
         yield messages.sequence_past_positions(config.data.seq_len, most, model.name)
     plans = config.task.name == "plan"  # a plan lists the disk among its problems
     if (
