@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import numpy as np
@@ -119,6 +120,19 @@ def test_a_code_is_the_nearest_level(name, monkeypatch):
     monkeypatch.setattr(codebook, "_PIECE", 5 * 128)
     assert all(map(torch.equal, book.quantize(weight, 16), (packed, scales)))
     assert torch.equal(book.dequantize(packed, scales), found)
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_codes_are_one_stream_of_bits(bits):
+    """Python's own integers give the same bytes, from the first code's highest bit to the end."""
+    book = Codebook(levels=tuple(map(float, range(2**bits))))
+    codes = torch.randint(2**bits, (3, 40), generator=torch.Generator().manual_seed(0))
+    packed = book.packed(codes.to(torch.uint8))
+    for row, found in zip(codes.tolist(), packed.tolist(), strict=True):
+        number = functools.reduce(lambda stream, code: stream << bits | code, row, 0)
+        assert bytes(found) == number.to_bytes(40 * bits // 8, "big")
+    assert torch.equal(book.unpacked(packed).long(), codes)
+    assert torch.equal(book.dequantize(packed, torch.ones(3, 5)).long(), codes)
 
 
 @pytest.mark.parametrize("name", BINDINGS)

@@ -223,13 +223,9 @@ BUILT_IN: dict[str, QuantizerSpec] = {
         _FourBit(name="nf4"),
         _FourBit(name="fp4"),
         _EightBit(name="int8"),
-        _codebook("nf2", 2),
-        _codebook("nf3", 3),
-        _codebook("nf8", 8),
-        _codebook("int2", 2),
-        _codebook("int3", 3),
-        _codebook("int4", 4),
-        *(_codebook(f"uint{bits}", bits, scale_bits=2 * _F32) for bits in (2, 3, 4, 8)),
+        *(_codebook(f"nf{bits}", bits) for bits in (2, 3, 5, 6, 7, 8)),
+        *(_codebook(f"int{bits}", bits) for bits in (2, 3, 4, 5, 6, 7)),
+        *(_codebook(f"uint{bits}", bits, scale_bits=2 * _F32) for bits in range(2, 9)),
         *(
             _codebook(
                 f"hqq{bits}",
@@ -303,13 +299,22 @@ class QuantType(Enum):
     int8 = "int8"
     nf2 = "nf2"
     nf3 = "nf3"
+    nf5 = "nf5"
+    nf6 = "nf6"
+    nf7 = "nf7"
     nf8 = "nf8"
     int2 = "int2"
     int3 = "int3"
     int4 = "int4"
+    int5 = "int5"
+    int6 = "int6"
+    int7 = "int7"
     uint2 = "uint2"
     uint3 = "uint3"
     uint4 = "uint4"
+    uint5 = "uint5"
+    uint6 = "uint6"
+    uint7 = "uint7"
     uint8 = "uint8"
     hqq2 = "hqq2"
     hqq3 = "hqq3"
@@ -376,8 +381,8 @@ class QuantConfig:
     quant_type: QuantType = setting(
         UNLESS_TOLD,
         "nf4 or fp4, four bits; int8, eight, one scale a row (LLM.int8, arXiv:2208.07339); nf2, "
-        "nf3, nf8, int2, int3, int4, uint2, uint3, uint4, uint8, mxfp4 (OCP) or nvfp4 (NVIDIA), "
-        "references in plain torch for comparisons; hqq2, hqq3, hqq4 or hqq8, integers whose zero "
+        "nf3, nf5 to nf8, int2 to int7, uint2 to uint8, mxfp4 (OCP) or nvfp4 (NVIDIA), references "
+        "in plain torch for comparisons; hqq2, hqq3, hqq4 or hqq8, integers whose zero "
         "points the hqq package finds; torchao4 or torchao8, torchao's own integers; prequantized "
         "keeps the codes of a quantized checkpoint (GPTQ, AWQ, FP8, bitsandbytes, "
         "compressed-tensors); none leaves the weights in the compute format.",

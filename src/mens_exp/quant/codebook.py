@@ -30,10 +30,9 @@ _E2M1_EXPONENT: Final = 2  # exponent of the largest level, 1.5 · 2²
 _MOST_E4M3: Final = 448.0
 _LEAST_E4M3: Final = 2.0**-9  # the smallest above zero
 _BITS_OF_BYTE: Final = 8
-_CODE_BITS: Final = (2, 3, 4, 8)
-_THREE: Final = 3  # bits: eight codes take three bytes, and four a word of twelve bits
-_BITS_OF_WORD: Final = 12
-_CODES_OF_THREE_BYTES: Final = 8
+_LEAST_BITS: Final = 2  # of a code
+_BITS_OF_WORD: Final = 12  # of three bytes, two words: whole codes of three and of six bits
+_TOGETHER: Final = 8  # codes that take whole bytes, however many bits each has
 _PIECE: Final = 1 << 20  # weights processed at once, at about 40 bytes of memory each
 
 
@@ -94,9 +93,8 @@ class Codebook:
 
     @property
     def stored_bits(self) -> int:
-        """Bits per code: 2, 4 or 8, so that a byte holds whole codes, or 3."""
-        bits = (len(self.levels) - 1).bit_length()
-        return next(size for size in _CODE_BITS if bits <= size)
+        """Bits per code: as few as number the levels, but at least 2."""
+        return max(_LEAST_BITS, (len(self.levels) - 1).bit_length())
 
     def nearest(self, x: torch.Tensor) -> torch.Tensor:
         """Return the index of the level nearest to each value, int64."""
@@ -143,15 +141,15 @@ class Codebook:
     def packed(self, codes_OI: torch.Tensor) -> torch.Tensor:
         """Pack codes into bytes, uint8 ``[O, I / C]``, the first in the highest bits.
 
-        Eight 3-bit codes take three bytes, so I must be a multiple of 8.
+        Where a byte does not hold whole codes, eight codes are packed together, so I must be a
+        multiple of 8.
         """
-        if self.stored_bits == _THREE:
-            return _packed_by_eight(codes_OI)
-        together = codes_OI.reshape(len(codes_OI), -1, _BITS_OF_BYTE // self.stored_bits)
-        packed = together[..., 0]
-        for place in range(1, together.shape[-1]):
-            packed = (packed << self.stored_bits) | together[..., place]
-        return packed
+        bits = self.stored_bits
+        if _BITS_OF_BYTE % bits:
+            number = _joined(codes_OI.long(), _TOGETHER, bits)
+            parts = [number >> _BITS_OF_BYTE * place for place in reversed(range(bits))]
+            return torch.stack(parts, -1).flatten(1).to(torch.uint8)
+        return _joined(codes_OI, _BITS_OF_BYTE // bits, bits)
 
     def coded(
         self, blocks: torch.Tensor, of_all: torch.Tensor
@@ -173,10 +171,28 @@ class Codebook:
 
     def unpacked(self, packed: torch.Tensor) -> torch.Tensor:
         """Unpack bytes into codes, uint8 ``[O, I]``."""
-        bits, words, size = self.stored_bits, packed, _BITS_OF_BYTE
-        if bits == _THREE:
-            words, size = _words_of_four(packed), _BITS_OF_WORD
-        return _codes_of_words(words, size, bits).flatten(1).to(torch.uint8)
+        words, size = self._words(packed)
+        return _codes_of_words(words, size, self.stored_bits).flatten(1).to(torch.uint8)
+
+    def _words(self, packed: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Return the shortest words that hold whole codes, and their size in bits."""
+        bits = self.stored_bits
+        if _BITS_OF_BYTE % bits == 0:
+            return packed, _BITS_OF_BYTE
+        if _BITS_OF_WORD % bits == 0:
+            number = _joined(packed.int(), 3, _BITS_OF_BYTE)
+            parts = [number >> _BITS_OF_WORD, number & ((1 << _BITS_OF_WORD) - 1)]
+            return torch.stack(parts, -1).flatten(1), _BITS_OF_WORD
+        return _joined(packed.long(), bits, _BITS_OF_BYTE), _BITS_OF_BYTE * bits
+
+    def _levels_of(self, packed: torch.Tensor) -> torch.Tensor:
+        """Return the levels of codes, f32; from a table of all words if words are short."""
+        words, size = self._words(packed)
+        if size <= _BITS_OF_WORD:
+            return _looked_up(_levels_of_words(self, size, packed.device), words)
+        levels = torch.tensor(self.levels, dtype=torch.float32, device=packed.device)
+        codes = _codes_of_words(words, size, self.stored_bits)
+        return levels[codes.clamp(max=len(levels) - 1)]
 
     def dequantize(
         self,
@@ -185,16 +201,12 @@ class Codebook:
         dtype: torch.dtype = torch.float32,
     ) -> torch.Tensor:
         """Return dequantized values, ``[O, I]``, computed in f32 and rounded to a dtype."""
-        table = _levels_of_words(self, packed.device)
         rows, bytes_of_row = packed.shape
         width = bytes_of_row * _BITS_OF_BYTE // self.stored_bits
         values_OI = torch.empty((rows, width), dtype=dtype, device=packed.device)
         for first, last in _pieces(rows, width):
             scales = scales_ON[first:last]
-            words = packed[first:last]
-            if self.stored_bits == _THREE:
-                words = _words_of_four(words)
-            levels = _looked_up(table, words)
+            levels = self._levels_of(packed[first:last])
             piece = self.valued(levels.reshape(*scales.shape[:2], -1), scales)
             values_OI[first:last] = piece.flatten(1)
         return values_OI
@@ -232,19 +244,13 @@ def _pieces(rows: int, width: int) -> list[tuple[int, int]]:
     return [(first, min(first + step, rows)) for first in range(0, rows, step)]
 
 
-def _packed_by_eight(codes_OI: torch.Tensor) -> torch.Tensor:
-    """Pack every eight 3-bit codes into three bytes, uint8 ``[O, 3 I / 8]``."""
-    together = codes_OI.int().reshape(len(codes_OI), -1, _CODES_OF_THREE_BYTES)
+def _joined(parts_OI: torch.Tensor, count: int, bits: int) -> torch.Tensor:
+    """Join every ``count`` numbers of ``bits`` bits to one, the first in the highest bits."""
+    together = parts_OI.reshape(len(parts_OI), -1, count)
     number = together[..., 0]
-    for place in range(1, _CODES_OF_THREE_BYTES):
-        number = (number << _THREE) | together[..., place]
-    return torch.stack([number >> 16, number >> 8, number], -1).flatten(1).to(torch.uint8)
-
-
-def _words_of_four(packed: torch.Tensor) -> torch.Tensor:
-    """Return every three bytes as two 12-bit words of four codes each, int32 ``[O, I / 4]``."""
-    high, middle, low = packed.int().reshape(len(packed), -1, 3).unbind(-1)
-    return torch.stack([(high << 4) | (middle >> 4), ((middle & 15) << 8) | low], -1).flatten(1)
+    for place in range(1, count):
+        number = (number << bits) | together[..., place]
+    return number
 
 
 def _codes_of_words(words: torch.Tensor, size: int, bits: int) -> torch.Tensor:
@@ -261,13 +267,12 @@ def _looked_up(table: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=16)
-def _levels_of_words(book: Codebook, device: torch.device) -> torch.Tensor:
-    """Return the levels of the codes in each byte, f32 ``[256, C]``, or in each 12-bit word."""
-    size = _BITS_OF_WORD if book.stored_bits == _THREE else _BITS_OF_BYTE
-    with torch.inference_mode(mode=False):  # a training step may reuse the cached table
+def _levels_of_words(book: Codebook, size: int, device: torch.device) -> torch.Tensor:
+    """Return the levels of the codes in every word of ``size`` bits, f32 ``[2^size, C]``."""
+    with torch.inference_mode(mode=False):  # a step may use it later
         levels = torch.tensor(book.levels, dtype=torch.float32)
         codes = _codes_of_words(torch.arange(1 << size), size, book.stored_bits)
-        # No word holds a code beyond the last level.
+        # No word holds a code beyond the last one.
         return levels[codes.clamp(max=len(levels) - 1)].to(device)
 
 
@@ -460,13 +465,22 @@ class CodesBinding(CodebookBinding):
 
 NF2 = CodesBinding("nf2", Codebook(levels=normal_float(2), to_even=False))
 NF3 = CodesBinding("nf3", Codebook(levels=normal_float(3), to_even=False))
+NF5 = CodesBinding("nf5", Codebook(levels=normal_float(5), to_even=False))
+NF6 = CodesBinding("nf6", Codebook(levels=normal_float(6), to_even=False))
+NF7 = CodesBinding("nf7", Codebook(levels=normal_float(7), to_even=False))
 NF8 = CodesBinding("nf8", Codebook(levels=normal_float(8), to_even=False))
 INT2 = CodesBinding("int2", Codebook(levels=integers(2)))
 INT3 = CodesBinding("int3", Codebook(levels=integers(3)))
 INT4 = CodesBinding("int4", Codebook(levels=integers(4)))
+INT5 = CodesBinding("int5", Codebook(levels=integers(5)))
+INT6 = CodesBinding("int6", Codebook(levels=integers(6)))
+INT7 = CodesBinding("int7", Codebook(levels=integers(7)))
 UINT2 = CodesBinding("uint2", _unsigned(2))
 UINT3 = CodesBinding("uint3", _unsigned(3))
 UINT4 = CodesBinding("uint4", _unsigned(4))
+UINT5 = CodesBinding("uint5", _unsigned(5))
+UINT6 = CodesBinding("uint6", _unsigned(6))
+UINT7 = CodesBinding("uint7", _unsigned(7))
 UINT8 = CodesBinding("uint8", _unsigned(8))
 MXFP4 = CodesBinding("mxfp4", Codebook(levels=E2M1, scaling=POWER_OF_TWO))
 NVFP4 = CodesBinding("nvfp4", Codebook(levels=E2M1, scaling=TWO_LEVEL))
