@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -335,13 +335,13 @@ def test_a_run_leaves_the_state_of_the_process_as_it_was(tiny_run):
         torch.use_deterministic_algorithms(mode=False)
 
 
-def test_another_thread_trains_too(tiny_run):
-    """`plan` works outside of the main thread, to which signals belong."""
-    found = []
-    thread = threading.Thread(target=lambda: found.append(plan(*tiny_run)))
-    thread.start()
-    thread.join(120)
-    assert found[0].record["model"] == "tiny_llama"
+def test_another_thread_trains_too(tiny_run, finished):
+    """`train` works outside of the main thread, to which signals belong, with the same result."""
+    with ThreadPoolExecutor(1) as threads:
+        found = threads.submit(train, *tiny_run).result()
+    assert found.status is Status.SUCCEEDED
+    adapter = "adapter/adapter.safetensors"
+    assert found.manifest.outputs[adapter] == Manifest.read(finished.manifest).outputs[adapter]
 
 
 def test_an_application_of_hydra_goes_on_with_its_own_configuration(tiny_run, tmp_path):
@@ -368,10 +368,17 @@ def test_processes_of_torchrun_are_refused(tiny_run, monkeypatch):
         train(*tiny_run)
 
 
-def test_latest_is_the_run_trained_last(arms, tmp_path):
-    """The name "latest" finds it in the working directory; an unknown path is refused."""
-    shutil.copytree(arms[0].path, tmp_path / "outputs" / "run")
-    assert load_run("latest").path == tmp_path / "outputs" / "run"
+def test_latest_is_the_run_trained_last(arms, tiny_run, tmp_path):
+    """Neither an earlier run nor a later plan or comparison; an unknown path is refused."""
+    earlier, last = tmp_path / "outputs" / "2", tmp_path / "outputs" / "1"
+    shutil.copytree(arms[1].path, last)
+    shutil.copytree(arms[0].path, earlier)
+    planned = plan(*tiny_run).path
+    compared = compare([earlier, last], "compare.factors=[lora.r]").path
+    paths = (earlier, last, planned, compared)
+    started = [load_run(path).manifest.started_utc for path in paths]
+    assert started == sorted(started)
+    assert load_run("latest").path == last
     with pytest.raises(MensError, match="no such run directory"):
         load_run("nope")
 

@@ -266,7 +266,7 @@ def test_hidden_states_are_those_of_supervised_positions_alone(tiny_backend, bat
 
 
 @arms
-def test_four_micro_batches_are_one_batch_of_four(tiny_backend, documents, overrides):
+def test_three_micro_batches_are_one_batch_of_three(tiny_backend, documents, overrides):
     """Gradients of the loss sum equal the sum over documents, up to rounding."""
     backend = tiny_backend(*overrides, STILL, live=True)
     rounding = 1e-4 if F32 in overrides or "backend=burn" in overrides else 3e-2

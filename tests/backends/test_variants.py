@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mens_exp.artifacts.adapter_v3 import read_adapter, write_adapter
 from mens_exp.backends.lora import ADAPTER
@@ -302,13 +303,31 @@ def test_dora_drops_elements_of_one_input_for_base_and_update_alike(
     assert torch.allclose(output, expected, atol=1e-4)
 
 
-def test_dora_without_dropout_computes_the_base_once(
-    tiny_backend,
-):
-    """PEFT recognizes this by its identity module, which must stay in place."""
-    backend = tiny_backend("lora.variant=dora", "lora.dropout=0")
-    assert backend.dropouts == []
-    assert isinstance(backend.layers["l0.q"].lora_dropout[ADAPTER], torch.nn.Identity)
+class Products(TorchDispatchMode):
+    """Count products of a batch's three tokens with a matrix of the base layer's size."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}:
+            left, right = (tuple(one.shape) for one in args[-2:])
+            self.count += (left, right) == ((3, 64), (64, 64))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("dropout", "times"), [(0, 1), (0.5, 2)])
+def test_dora_without_dropout_computes_the_base_once(tiny_backend, dropout, times):
+    """With dropout, the base also computes the dropped input.
+
+    PEFT recognizes the first case by its identity module, which must stay in place.
+    """
+    backend = tiny_backend(F32, "lora.variant=dora", f"lora.dropout={dropout}", live=True).train()
+    backend.begin(0)
+    with Products() as products:
+        backend.layers["l0.q"](torch.ones(1, 3, 64))
+    assert products.count == times
 
 
 # PEFT's own message.

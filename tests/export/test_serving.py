@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -12,10 +13,12 @@ import time
 import psutil
 import pytest
 
+from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.errors import MensError, MissingExtra, RequestError, SetupError
 from mens_exp.export import serving
 from mens_exp.model.quiet import quiet
+from mens_exp.tasks import export
 
 PROMPT = "def add(x):"
 TOKEN = "correct-horse-battery-staple"
@@ -92,11 +95,22 @@ def test_the_server_says_what_greedy_generation_says(tiny_base, tmp_path):
     assert not any(TOKEN.encode() in path.read_bytes() for path in files)
 
 
-def test_a_server_that_dies_is_an_error(tiny_base):
-    """A server that another process kills has ended within the block, with SIGKILL's exit code."""
-    with serving.serving(tiny_base.directory, host="127.0.0.1", port=0) as server:
-        os.killpg(server.process.pid, signal.SIGKILL)
-        assert server.process.wait(30) == -signal.SIGKILL
+def test_a_server_that_dies_is_an_error(tiny_base, tmp_path, monkeypatch, capsys):
+    """If another process kills it, the command fails with exit code 3 and the server's own code."""
+
+    @contextlib.contextmanager
+    def killed(*arguments, **settings):
+        with serving.serving(*arguments, **settings) as server:
+            os.killpg(server.process.pid, signal.SIGKILL)
+            yield server
+
+    monkeypatch.setattr(export, "serving", killed)
+    run = tmp_path / "run"
+    assert cli.main(["task=serve", f"path={tiny_base.directory}", f"hydra.run.dir={run}"]) == 3
+    said = " ".join(capsys.readouterr().err.split())
+    assert "the server ended by itself" in said
+    assert f"exit code {-signal.SIGKILL}" in said
+    assert Manifest.read(run / "manifest.json").status is Status.FAILED
 
 
 def test_a_server_that_cannot_start_is_an_error(tiny_base, monkeypatch):

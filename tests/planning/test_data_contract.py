@@ -37,12 +37,17 @@ def config(tiny_config, rows_file):
     return made
 
 
-def test_a_plan_tells_the_token_part_once_a_run_has_made_it(config, tiny_base, tmp_path):
+def test_a_plan_tells_the_token_part_once_a_run_has_made_it(config, tiny_base, cache, tmp_path):
     """Encoded rows without a certificate are not enough."""
+    (tmp_path / "models").symlink_to(cache / "models")  # the base is ready, as after a run
     asked = config()
     warm(asked, tiny_base, tmp_path, certify=False)
-    (tmp_path / "models").mkdir(exist_ok=True)
-    assert "contract" not in make_plan(asked, tmp_path)["data"]
+    found = make_plan(asked, tmp_path)["data"]
+    assert found["exact"]  # the plan has read the encoded rows
+    assert "contract" not in found
+    warm(asked, tiny_base, tmp_path, certify=True)
+    told = make_plan(asked, tmp_path)["data"]["contract"]
+    assert told["tokens"]["documents"] == found["train_rows"] > 0
 
 
 def test_a_plan_with_a_warm_cache_shows_roles_and_what_training_would_refuse(

@@ -32,6 +32,18 @@ def encoded(*pairs, seq_len=200, **settings):
     return encode(pairs, VoxTokenizer(), labelling)
 
 
+def key_of(labelling):
+    return CacheKey(
+        rows_sha256="r",
+        tokenizer_sha256="t",
+        template_sha256="c",
+        special_tokens_sha256="s",
+        date=None,
+        allow_control_text=False,
+        labelling=labelling,
+    )
+
+
 def spelled(documents):
     """Return each document's supervised text and its further values."""
     bounds = list(zip(documents.offsets[:-1], documents.offsets[1:], strict=True))
@@ -103,15 +115,7 @@ def test_the_cache_keeps_units_and_values(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "usable_cores", lambda: 1)
     labelling = Labelling(objective="both", seq_len=200, options=(("beta", 0.1),))
     pairs = [replace(BETTER, response=f"hi {i}") for i in range(8)]
-    key = CacheKey(
-        rows_sha256="r",
-        tokenizer_sha256="t",
-        template_sha256="c",
-        special_tokens_sha256="s",
-        date=None,
-        allow_control_text=False,
-        labelling=labelling,
-    )
+    key = key_of(labelling)
 
     def build(kept):
         return encode_parts(pairs, VoxTokenizer(), labelling, kept)
@@ -127,6 +131,14 @@ def test_the_cache_keeps_units_and_values(tmp_path, monkeypatch):
 def test_a_setting_of_its_own_makes_another_cache_entry(tmp_path):
     """Labels without options keep their earlier cache keys."""
     plain = Labelling(objective="both", seq_len=200)
-    keyed = replace(plain, options=(("beta", 0.1),))
+    keyed = [replace(plain, options=(("beta", value),)) for value in (0.1, 0.2)]
+    built = []
+
+    def build(kept):
+        built.append(kept)
+        return encode_parts([BETTER], VoxTokenizer(), plain, kept)
+
+    for labelling in (plain, *keyed) * 2:  # built, then opened from the cache
+        encoded_parts(tmp_path, key_of(labelling), build)
+    assert len(built) == len(list((tmp_path / "encoded").glob("*/offsets.npy"))) == 3
     assert "options" not in plain.record()
-    assert keyed.record() != plain.record()

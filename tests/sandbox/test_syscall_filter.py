@@ -109,8 +109,8 @@ def test_filter_looks_at_flags_and_families(machine):
         assert verdict(program, number=calls["socket"], audit=audit, argument=family) == expected
 
 
-def test_filter_kills_calls_of_another_machine():
-    """32-bit calls and the x32 table of x86-64 use other numbers."""
+def test_filter_kills_32_bit_calls_and_has_no_x32_calls():
+    """By the filter's verdicts: both use other numbers than those of x86-64."""
     program = syscall_filter("x86_64")
     assert verdict(program, number=0, audit=0x40000003) == KILL
     assert verdict(program, number=0x40000000 | 1, audit=AUDIT["x86_64"]) == ENOSYS

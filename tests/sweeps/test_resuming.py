@@ -99,8 +99,16 @@ def test_a_damaged_record_is_no_reason_to_begin_anew(make_sweep, tmp_path, begun
     assert "cannot be read" in str(begun[0].jobs[0]["reason"])
 
 
-@pytest.mark.parametrize("gone", ["config.yaml", "job.json", ""], ids=lambda name: name or "all")
-def test_a_job_without_its_frozen_configuration_is_failed(make_sweep, tmp_path, begun, gone):
+@pytest.mark.parametrize(
+    ("gone", "said"),
+    [
+        ("config.yaml", "config.yaml"),
+        ("job.json", "job.json"),
+        ("", "config.yaml and job.json"),
+    ],
+    ids=["config.yaml", "job.json", "all"],
+)
+def test_a_job_without_its_frozen_configuration_is_failed(make_sweep, tmp_path, begun, gone, said):
     """The directory may have been deleted by hand; the other jobs run."""
     record = make_sweep({"state": JobState.SUCCEEDED}, {})
     place = stored(record, tmp_path)
@@ -112,7 +120,7 @@ def test_a_job_without_its_frozen_configuration_is_failed(make_sweep, tmp_path, 
     assert cli.main([f"sweep.resume={place}"]) == 0
     assert states(begun) == ["failed", "waiting"]
     reason = str(begun[0].jobs[0]["reason"])
-    assert gone in reason
+    assert reason.startswith(f"{said} of {path} are gone")
     assert "a new sweep may run this cell" in reason
 
 

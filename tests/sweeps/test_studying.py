@@ -373,14 +373,16 @@ def test_arms_that_differ_in_nothing_are_told(here, rows_file, refused):
 
 
 def test_two_studies_of_one_ledger_share_no_seed(lab, rows_file, capsys):
-    """Seeds of an earlier cycle in the ledger are refused."""
+    """Seeds of an earlier cycle in the ledger are refused; it and its runs do not change."""
     write(lab, settings(rows_file, margin=0.5), "other")
+    before = manifests(lab), entries(lab)
     ledger = "ledger=outputs/study/ranks/ledger.jsonl"
     assert cli.main(["study=other", ledger]) == 2
     assert "study.seeds: the seeds belong to an earlier cycle" in " ".join(
         capsys.readouterr().err.split()
     )
-    assert manifests(lab) == manifests(lab)
+    assert (manifests(lab), entries(lab)) == before
+    assert len(before[0]) == 4
     assert not list((lab / "outputs" / "study" / "other").glob("*/manifest.json"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 
@@ -236,10 +237,12 @@ def test_code_of_a_base_is_recorded_where_it_is_run(tiny_base, cache, tmp_path):
     plain, trusting = (
         resolve(HfModel(id=str(base), trust_remote_code=code), cache) for code in (False, True)
     )
-    before = definition_of(trusting)
-    assert definition_of(plain).keys() == {"base_config_sha256"}
+    before, without_code = definition_of(trusting), definition_of(plain)
+    assert before.keys() == {"base_config_sha256", "base_code_sha256"}
+    config_sha256 = hashlib.sha256((base / "config.json").read_bytes()).hexdigest()
+    assert without_code == {"base_config_sha256": config_sha256}
     (base / "modeling_own.py").write_text("one = 2\n", "utf-8")
-    assert definition_of(plain) == definition_of(plain)
+    assert definition_of(plain) == without_code
     with pytest.raises(
         RequestError, match="base_code_sha256: has changed since the run was trained on it"
     ):

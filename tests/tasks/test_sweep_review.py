@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import importlib.util
 import json
 import re
 import shutil
+from html import unescape
 
 import pytest
 
@@ -119,7 +122,12 @@ def test_texts_are_escaped_and_only_our_script_may_run(sweep):
     assert "<b>SIGKILL" not in text
     assert "invalid: &lt;r&gt;" in text
     assert text.count("<script>") == 1
-    assert re.search(r"script-src &#39;|script-src 'sha256-[A-Za-z0-9+/=]{44}'", text)
+    [script] = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    [policy] = re.findall(r'<meta http-equiv="Content-Security-Policy" content="([^"]*)"', text)
+    allowed = [part.split() for part in unescape(policy).split(";")]
+    assert ["script-src", f"'sha256-{digest}'"] in allowed
+    assert ["default-src", "'none'"] in allowed
 
 
 def test_equal_answers_of_several_cells_stand_there_once(sweep):
