@@ -67,10 +67,15 @@ def main() -> None:
     if not named:
         shutil.rmtree(WORK, ignore_errors=True)
     WORK.mkdir(parents=True, exist_ok=True)
-    for name in (name for name in named or PAGES if name != "gallery"):
-        page = TUTORIAL / f"{name}.md"
-        page.write_text(filled(page.read_text("utf-8"), run), "utf-8")
-        print(name, "done", flush=True)
+    made = {}
+    try:
+        for name in (name for name in named or PAGES if name != "gallery"):
+            page = TUTORIAL / f"{name}.md"
+            made[page] = filled(page.read_text("utf-8"), run)
+            print(name, "done", flush=True)
+    finally:  # not earlier: later runs would record uncommitted changes
+        for page, text in made.items():
+            page.write_text(text, "utf-8")
     make_gallery()
     take_picture()
 
