@@ -325,9 +325,11 @@ def test_dora_without_dropout_computes_the_base_once(tiny_backend, dropout, time
     """
     backend = tiny_backend(F32, "lora.variant=dora", f"lora.dropout={dropout}", live=True).train()
     backend.begin(0)
+    layer = backend.layers["l0.q"]
     with Products() as products:
-        backend.layers["l0.q"](torch.ones(1, 3, 64))
+        layer(torch.ones(1, 3, 64))
     assert products.count == times
+    assert isinstance(layer.lora_dropout[ADAPTER], torch.nn.Identity) == (dropout == 0)
 
 
 # PEFT's own message.

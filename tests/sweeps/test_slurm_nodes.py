@@ -148,8 +148,8 @@ def test_a_job_of_two_nodes_is_killed_put_back_and_resumed_on_one(launched, type
     adapter are those of a run in one process.
     """
     place = tmp_path / "sweep"
-    launcher = launched()
-    until(lambda: list(place.glob("0_*/checkpoints/step_00000002.ckpt")), launcher)
+    launcher = launched(f"checkpoint.keep={STEPS}")
+    until(lambda: list(place.glob("0_*/checkpoints/step_00000004.ckpt")), launcher)
     queue_id = job(place)["attempts"][0]["queue_id"]
     run = run_of(place)
     nodes = {one.environ()["SLURMD_NODENAME"] for one in trainers(run.path).values()}
