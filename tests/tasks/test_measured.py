@@ -15,9 +15,9 @@ def test_finished_run_is_in_the_ledger(finished, cache):
     manifest = Manifest.read(finished.manifest)
     plan = json.loads(finished.plan.read_text("utf-8"))
     contract = manifest.contract or {}
-    mine = (contract["digest"], manifest.run_id)  # other tests ran it too
+    mine = (contract["digest"], step_s(manifest.results))  # other tests ran it too
     known = entries(ledger_path(cache))
-    found = [e for e in known if (e.contract, e.run_id) == mine]
+    found = [e for e in known if (e.contract, e.measured_step_s) == mine]
     if not found:  # another test has emptied the ledger since
         keep_measurement(manifest, plan, cache, {})
         found = entries(ledger_path(cache))

@@ -7,7 +7,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from enum import EnumMeta
 from pathlib import Path
 from typing import Any, get_origin
@@ -352,6 +352,9 @@ def _resolved(key: str, text: str, reference: DictConfig) -> Any:
     return OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
 
 
+_PLAIN = (str, int, float, bool)
+
+
 def _nests(value: Any, node: Any) -> bool:
     """Return whether a list or mapping of plain values contains a list or a mapping.
 
@@ -360,7 +363,7 @@ def _nests(value: Any, node: Any) -> bool:
     if not (isinstance(node, ListConfig) or is_open(node)):
         return False
     element = node._metadata.element_type  # noqa: SLF001  # the schema's annotation
-    if not isinstance(element, type) or get_origin(element) is not None or is_dataclass(element):
+    if element not in _PLAIN and not isinstance(element, EnumMeta):
         return False
     entries = value.values() if isinstance(value, dict) else value
     return isinstance(entries, Iterable) and any(isinstance(one, dict | list) for one in entries)
