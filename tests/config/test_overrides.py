@@ -231,8 +231,8 @@ def drawn(seed):
 
 @pytest.mark.parametrize(
     "seeds",
-    [range(40), pytest.param(range(40, 4000), marks=pytest.mark.soak)],
-    ids=["a few", "thousands"],
+    [range(40), pytest.param(range(40, 1000), marks=pytest.mark.soak)],
+    ids=["a few", "a thousand"],
 )
 def test_random_overrides_compose_or_are_refused(seeds):
     """None raises an error of Hydra or OmegaConf, or fails in a rule that expects another type."""
