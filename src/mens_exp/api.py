@@ -513,7 +513,8 @@ def _conducted(task_name: str, overrides: Sequence[Given]) -> RunDir:
     begin_command()
     chosen = [] if task_name == "train" else [f"task={task_name}"]
     texts = [*chosen, *_texts(overrides)]
-    state = nullcontext() if task_name == "plan" else _state_restored()  # a plan needs no torch
+    computes = task_name in {"train", "evaluate"}  # the others need no torch
+    state = _state_restored() if computes else nullcontext()
     with state, reading(sources_in(texts)), rows_read_once():
         return _composed(task_name, texts)
 
@@ -559,7 +560,7 @@ def _state_restored() -> Iterator[None]:
     deterministic = torch.are_deterministic_algorithms_enabled()
     only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
             yield
     finally:
         random.setstate(of_python)

@@ -462,6 +462,16 @@ def test_a_cycle_of_other_arms_registers_a_comparison(lab, typed):
     assert "eval.samples" not in found
 
 
+def test_a_cycle_of_other_arms_blocks_no_promotion(lab, typed):
+    """It was opened under the same policy, but for another question."""
+    told = [f"promote.suite_digest={SUITE}", "promote.factor=backend", "promote.seeds=[11,12]"]
+    typed(
+        *("task=promote", "promote.open_cycle=three", f"ledger={lab.ledger}"),
+        *("promote.arms=[qlora,lora]", *told),
+    )
+    assert lab.burn(lab.two())["decision"] == Answer.PROMOTE
+
+
 def test_the_command_that_runs_a_cycle_measures_what_the_policy_needs(lab, typed):
     """With one sample and no repair, pass_at_k and every repair KPI are unknown."""
     told = [f"promote.suite_digest={SUITE}", "promote.factor=backend", "promote.seeds=[1,2]"]

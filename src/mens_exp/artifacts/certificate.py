@@ -55,10 +55,10 @@ _UPPER = ("mean_kl", "max_kl", "nll_difference", "hidden_error")
 
 def over_limits(one: Comparison, limits: Mapping[str, float | None]) -> list[str]:
     """List the limits that a comparison exceeds, each with the figure and the limit."""
-    figures = {**one, "hidden_error": one["worst_layer"]["relative_error"]}
+    figures: dict[str, Any] = {**one, "hidden_error": one["worst_layer"]["relative_error"]}
     over = []
     for name in _UPPER:
-        value, limit = abs(float(str(figures[name]))), limits.get(name)
+        value, limit = abs(figures[name]), limits.get(name)
         if limit is not None and value > limit:
             over.append(f"{name} {value:.3g} > {limit:g}")
     least, agreement = limits.get("top1_agreement"), one["top1_agreement"]

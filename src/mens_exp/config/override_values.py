@@ -196,7 +196,8 @@ def _problems(override: Override, reference: DictConfig, unsure: set[str]) -> It
     if not exists(reference, key):
         group, _, field = key.partition(".")
         if group in MAY_BE_UNSET and not field:
-            yield ConfigError("no option is chosen", where=group, found=line, expected=f"{group}=…")
+            expected = f"{group}=<name of an option>"
+            yield ConfigError("no option is chosen", where=group, found=line, expected=expected)
         elif group not in unsure or not options_with(group, field):
             yield unknown_key(key, line, _leaves(reference))
     elif override.is_delete():

@@ -249,7 +249,10 @@ def _parsed(text: str, problems: list[MensError], *, multirun: bool) -> list[Ove
         for value in values_of(override):
             if isinstance(value, int | float | dict):
                 where, found = override.key_or_group, shown(value)
-                problems.append(ConfigError("unknown option", where=where, found=found))
+                expected = "the name of an option"
+                problems.append(
+                    ConfigError("unknown option", where=where, found=found, expected=expected)
+                )
     return [override]
 
 

@@ -149,6 +149,7 @@ def _hopeless(cycle: CycleEntry) -> Iterator[RequestError]:
             where="promote.direction",
             found=f"{cycle['direction']}, for {cycle['kpi']}",
             expected=better,
+            remedy=f"write promote.direction={better}" if better else "choose another promote.kpi",
         )
     if kpi.unit == "1" and cycle["margin"] >= 1:
         yield RequestError(
@@ -179,6 +180,7 @@ def open_cycle(ledger: Path, cycle: CycleEntry, prefix: str) -> LedgerEntry:
             where=f"{prefix}seeds",
             found=unreachable(seeds, least, rule),
             expected=f"at least {least} seeds",
+            remedy=f"add seeds to {prefix}seeds",
         )
 
     def made(entries: list[LedgerEntry]) -> CycleEntry:
