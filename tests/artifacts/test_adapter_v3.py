@@ -123,6 +123,10 @@ def test_a_manifest_with_the_base_models_provenance_is_read(golden, tmp_path):
             {"mens_exp": {**RANKS, "quantizer": {"quant_type": "nf4"}}},
             r"quantizer\.block_size: missing key",
         ),
+        (
+            {"mens_exp": {**RANKS, "quantizer": {**QUANTIZER, "levels": [1.0, 0.5]}}},
+            r"quantizer\.levels: wrong value.*2 to 256 different numbers",
+        ),
         ({"adapter_method": "prefix"}, "adapter_method: unknown.*lora, qlora"),
         ({"mens_exp": {"rank_pattern": [1]}}, "rank_pattern: wrong value"),
         ({"mens_exp": {"alpha_pattern": {"l0.k": 1}}}, "alpha_pattern: unknown layer"),

@@ -12,6 +12,7 @@ NEEDS = {
     "optim=apollo": ["backend=full"],
     "optim=galore": ["backend=full"],
     "quant=none": ["backend=lora"],
+    "quant=codebook": ["quant.levels=[-1,0,1]"],
     "trainer=fsdp": ["quant.storage_dtype=bf16"],
     "tokenizer=vox": ["backend=burn", "model=tiny_llama"],
     "model=hf": ["model.id=somewhere"],

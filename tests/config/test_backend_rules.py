@@ -10,6 +10,7 @@ TINY = ["model=tiny_llama", "trainer=cpu", "logger=none"]
 WIDE = ["model=random", "model.name=wide", "model.hidden_size=256", "model.intermediate_size=512"]
 PRETRAINED, ON_HUB = ["model=smollm2_135m"], ["model=hf", "model.id=x/y"]
 BLOCKS = "quant.block_size_pattern"
+DOUBLES = "quant.double_quant_pattern"
 ALLOWED, CONTROL = "tokenizer.allow_unrelated_rows", "tokenizer.allow_control_text"
 
 
@@ -41,7 +42,10 @@ def problems_of(*overrides):
         ["quant=int8", "quant.skip=[mlp]", "lora.variant=dora"],
         [*WIDE, "model.hidden_size=96", "quant=int8"],
         ["quant=nf3", "quant.skip=[mlp]", "lora.variant=dora"],
-        [*WIDE, "quant=nf2", "quant.block_size=256"],
+        [*WIDE, "quant=nf2", "quant.block_size=256", "quant.double_quant=true"],
+        ["quant=codebook", "quant.levels=[-1,-0.3,0,0.3,1]", "quant.double_quant=true"],
+        ["quant.type_pattern={mlp:codebook}", "quant.levels=[-1,1]"],
+        ["quant=uint4", "quant.type_pattern={mlp:nf2}", "quant.double_quant_pattern={mlp:true}"],
         [*WIDE, "model.hidden_size=96", "quant=mxfp4"],
         ["quant.block_size_pattern={down_proj:128}"],
         ["quant=mxfp4", "quant.type_pattern={mlp:nf4}", "quant.block_size_pattern={mlp:64}"],
@@ -77,7 +81,20 @@ def test_combination_is_accepted(overrides):
         (["quant=int8", "lora.init=pissa"], "lora.init", "4 bits"),
         (["quant=int8", "lora.init=loftq"], "lora.init", "4 bits"),
         (["quant=nvfp4", "quant.block_size=64"], "quant.block_size", "quant_type=nvfp4"),
-        (["quant=nf3", "quant.double_quant=true"], "quant.double_quant", "quant_type=nf3"),
+        (["quant=uint4", "quant.double_quant=true"], "quant.double_quant", "quant_type=uint4"),
+        (["quant=codebook"], "quant.levels", "2 to 256"),
+        (["quant=codebook", "quant.levels=[1]"], "quant.levels", "2 to 256"),
+        (["quant=codebook", "quant.levels=[1,-1]"], "quant.levels", "ascending"),
+        (["quant=codebook", "quant.levels=[0,1,1.00000001]"], "quant.levels", "different"),
+        (["quant=codebook", "quant.levels=[0,inf]"], "quant.levels", "1e6"),
+        (["quant=codebook", "quant.levels=[nan,1]"], "quant.levels", "ascending"),
+        (["quant=codebook", "quant.levels=[-1e-9,1e-9]"], "quant.levels", "1e-6"),
+        (["quant.type_pattern={mlp:codebook}"], "quant.levels", "2 to 256"),
+        (["quant.levels=[-1,1]"], "quant.levels", "quant_type=nf4"),
+        (["quant.double_quant_pattern={nothing:false}"], DOUBLES, "nothing"),
+        (["quant=uint4", "quant.double_quant_pattern={mlp:true}"], DOUBLES, "as uint4"),
+        (["quant=int8", "quant.double_quant_pattern={mlp:true}"], DOUBLES, "has no effect"),
+        (["backend=proxy", "quant.double_quant_pattern={mlp:false}"], DOUBLES, "all of its"),
         (["quant=int4", "lora.init=pissa"], "lora.init", "4 bits"),
         (["quant=nf2", "backend=proxy"], "quant.quant_type", "nf4 or fp4"),
         ([*WIDE, "model.hidden_size=96", "quant=nf3"], "model.hidden_size", "multiple of 64"),

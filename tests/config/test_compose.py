@@ -178,6 +178,7 @@ def test_every_value_enters_the_digest():
     base.logger.notes = "n"
     base.tokenizer.chat_template = "c"
     base.data.truncation, base.quant.block_size = "left", 64
+    base.quant.levels = [-1.0, 1.0]
     base.objective.chunk_tokens, base.objective.weight_field = 64, "w"
     base.optim.loraplus_lr_ratio = 4.0
     base.compare.primary, base.compare.reference = "k", "a"

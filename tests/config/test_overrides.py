@@ -26,7 +26,7 @@ REFUSED = [
     ("+lora.foo=1", "lora.foo", ["unknown key", "found +lora.foo=1", "one of lora.name, "]),
     ("++lora.rr=1", "lora.rr", ["unknown key", "the nearest is lora.r"]),
     ("backend=qlra", "backend", ["unknown option", "found qlra", "the nearest is qlora"]),
-    ("quant=null", "quant", ["unknown option", "found null", "one of fp4, hqq2, hqq3"]),
+    ("quant=null", "quant", ["unknown option", "found null", "one of codebook, fp4, hqq2"]),
     (
         "data.path=missing.jsonl",
         "data.path",

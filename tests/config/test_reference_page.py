@@ -82,7 +82,7 @@ def test_an_entry_states_type_range_default_and_contract(entries):
 def test_an_entry_states_conditions_and_the_names_of_others(entries):
     """They follow the meaning of the key."""
     meaning = entries["quant.double_quant"]["meaning"]
-    assert "Needs quant.quant_type=nf4 or fp4." in meaning
+    assert "Needs quant.quant_type=nf4, fp4, codebook, nf2 to nf8 or int2 to int7." in meaning
     assert "`double_quantization` in LLaMA-Factory" in meaning
 
 

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from bitsandbytes.functional import get_4bit_type
 from safetensors.torch import load_file
 
 from mens_exp import cli
@@ -58,6 +59,57 @@ def test_it_is_merged_into_the_values_that_it_was_trained_on(run, tmp_path, monk
     assert judged["mean_kl"] < 1e-4
 
 
+def test_given_levels_train_as_the_quantizer_that_has_them(train_in, tmp_path, capsys):
+    """With NF4's levels and double quantization, losses are those of bitsandbytes' NF4.
+
+    The adapter is merged into the same values, and another quantizer's base is refused with the
+    override that makes this one.
+    """
+    levels = get_4bit_type("nf4", device="cpu").tolist()
+    told = f"quant.levels=[{','.join(map(str, levels))}]"
+    common = ("quant.compute_dtype=f32", "optim.lr=1e-2", "lora.targets=[q_proj,up_proj]", *SUITE)
+    given = ("quant=codebook", told, "quant.double_quant=true")
+    runs = [train_in(tmp_path / "nf4", *common), train_in(tmp_path / "own", *given, *common)]
+    losses = [
+        [Manifest.read(run.manifest).results[f"{arm}_val_loss"] for run in runs]
+        for arm in ("base", "tuned")
+    ]
+    for nf4, own in losses:
+        assert own == pytest.approx(nf4, rel=1e-6)
+    merged = []
+    for run in runs:
+        out = tmp_path / f"{run.path.name}-merged"
+        command = ["task=merge", f"path={run.path}", f"out={out}", "merge.dtype=f32", "logger=none"]
+        assert cli.main(command) == 0
+        merged.append(load_file(out / "model.safetensors"))
+    for name, values in merged[0].items():
+        torch.testing.assert_close(merged[1][name], values, rtol=0, atol=2e-5)
+    command = ["task=evaluate", "logger=none", "model=tiny_llama", "suite=mini_python"]
+    command += ["suite.items=1", "sandbox=none", f"path={runs[1].adapter}"]
+    capsys.readouterr()
+    assert cli.main([*command, f"hydra.run.dir={tmp_path / 'no'}"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"add quant=codebook quant.double_quant=true {told} to score" in said
+    assert cli.main([*command, *given, f"hydra.run.dir={tmp_path / 'yes'}"]) == 0
+
+
+def test_levels_that_no_record_tells_cannot_be_merged(train_in, tiny_base, tmp_path, capsys):
+    """A header that names a codebook does not tell its levels; the published weights remain."""
+    given = ("quant=codebook", "quant.levels=[-1,-0.3,0,0.3,1]")
+    run = train_in(tmp_path / "run", *given, "trainer.max_steps=1", "lora.targets=[q_proj]")
+    adapter = tmp_path / "adapter"
+    shutil.copytree(run.adapter, adapter)
+    written = json.loads((adapter / "adapter_manifest.json").read_text("utf-8"))
+    assert written["mens_exp"]["quantizer"]["levels"] == [-1, -0.3, 0, 0.3, 1]
+    del written["mens_exp"]["quantizer"]
+    (adapter / "adapter_manifest.json").write_text(json.dumps(written), "utf-8")
+    command = ["task=merge", f"path={adapter}", f"base={tiny_base.directory}", "logger=none"]
+    capsys.readouterr()
+    assert cli.main([*command, f"out={tmp_path / 'no'}"]) == 2
+    assert "unknown levels of the codebook" in " ".join(capsys.readouterr().err.split())
+    assert cli.main([*command, f"out={tmp_path / 'yes'}", "merge.base=original"]) == 0
+
+
 def test_an_adapter_records_what_was_left_out(train_in, tmp_path):
     """`quantizer.skip` lists the full paths of the skipped layers."""
     told = ("quant=nf2", "quant.skip=[down_proj]", "lora.targets=[q_proj]")
@@ -73,23 +125,39 @@ def test_a_mixture_of_quantizers_is_merged_into_its_own_values(
     """Weights without an adapter equal bitsandbytes' dequantized originals."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
-    mixed = "quant.type_pattern={mlp:nf2,*.1.self_attn.v_proj:fp4}"
-    run = train_in(tmp_path / "run", mixed, "trainer.max_steps=2", "lora.targets=[o_proj]")
+    mixed = (
+        "quant.type_pattern={mlp:nf2,up_proj:codebook,*.1.self_attn.v_proj:fp4}",
+        "quant.levels=[-1,0,1]",
+        "quant.double_quant_pattern={mlp:true,v_proj:false}",
+    )
+    run = train_in(tmp_path / "run", *mixed, "trainer.max_steps=2", "lora.targets=[o_proj]")
     assert cli.main(["task=merge", f"path={run.path}", f"out={tmp_path / 'm'}", "logger=none"]) == 0
-    assert "nf2 in 6 modules, fp4 in 1 module," in " ".join(capsys.readouterr().out.split())
+    assert "nf2 in 4 modules, codebook in 2 modules, nf4 in 1 module, fp4 in 1 module," in " ".join(
+        capsys.readouterr().out.split()
+    )
     certificate = json.loads((tmp_path / "m" / "parity.json").read_text("utf-8"))
     judged = certificate["comparisons"][certificate["judged"]]
     assert certificate["passed"]
     assert judged["mean_kl"] < 1e-4
     facts = Manifest.read(run.manifest).facts
-    assert (facts["quant"], facts["quantized_as"]) == ("nf4", {"nf4": 7, "nf2": 6, "fp4": 1})
-    assert "layers are nf4 in 7, nf2 in 6, fp4 in 1: a mixture" in run.model_card.read_text("utf-8")
+    assert (facts["quant"], facts["quantized_as"]) == (
+        "nf4",
+        {"nf4": 7, "nf2": 4, "codebook": 2, "fp4": 1},
+    )
+    assert (
+        "layers are nf4 in 7, nf2 in 4, codebook in 2, fp4 in 1: a mixture"
+        in run.model_card.read_text("utf-8")
+    )
     merged = load_file(tmp_path / "m" / "model.safetensors")
     published = load_file(tiny_base.directory / "model.safetensors")
-    for name, kind in (("1.self_attn.v_proj", "fp4"), ("0.self_attn.v_proj", "nf4")):
+    for name, kind, double in (
+        ("1.self_attn.v_proj", "fp4", False),
+        ("0.self_attn.v_proj", "nf4", False),
+        ("0.self_attn.q_proj", "nf4", True),
+    ):
         key = f"model.layers.{name}.weight"
         rounded = published[key].to(torch.bfloat16)
-        stored = quantize_4bit(rounded, blocksize=64, compress_statistics=True, quant_type=kind)
+        stored = quantize_4bit(rounded, blocksize=64, compress_statistics=double, quant_type=kind)
         torch.testing.assert_close(merged[key].float(), dequantize_4bit(*stored).float())
 
 

@@ -288,6 +288,7 @@ def test_order_of_targets_means_nothing(tiny_config):
     [
         ("quant.type_pattern", "mlp:nf2", "down_proj:nf8"),
         ("quant.block_size_pattern", "mlp:64", "down_proj:128"),
+        ("quant.double_quant_pattern", "mlp:false", "down_proj:true"),
         ("lora.rank_pattern", "self_attn.q_proj:2", "q_proj:4"),
         ("lora.alpha_pattern", "self_attn.q_proj:2", "q_proj:4"),
     ],

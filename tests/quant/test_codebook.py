@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,9 @@ import torch
 from safetensors.torch import load_file
 from scipy.stats import norm
 
-from mens_exp.config.quant import BUILT_IN
+from mens_exp.config.quant import BUILT_IN, ComputeDtype, QuantConfig, QuantType
 from mens_exp.quant import codebook
+from mens_exp.quant.bnb import quantizer_named
 from mens_exp.quant.codebook import Codebook, CodebookLinear, integers, normal_float
 
 BINDINGS = {
@@ -49,6 +51,93 @@ def test_codes_are_those_of_bitsandbytes(name, block):
     expected[expected == 8] = 8 if name == "nf4" else 0
     assert torch.equal(theirs, expected.long())
     assert torch.equal(book.dequantize(packed, scales), dequantize_4bit(codes, state))
+
+
+def levels_of_bitsandbytes(name):
+    from bitsandbytes.functional import get_4bit_type
+
+    return sorted({0.0 if one == 0 else one for one in get_4bit_type(name, device="cpu").tolist()})
+
+
+@pytest.mark.parametrize("double_quant", [True, False])
+@pytest.mark.parametrize(("name", "block"), [("nf4", 64), ("nf4", 128), ("fp4", 64)])
+def test_given_levels_are_stored_as_bitsandbytes_stores_them(name, block, double_quant):
+    """With bitsandbytes' levels, values are bitwise equal; so is the reader of rows of a merge."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    weight = torch.cat([draw(300, 512), draw()[:, :64].repeat(1, 8)])
+    stored = quantize_4bit(
+        weight, blocksize=block, quant_type=name, compress_statistics=double_quant
+    )
+    expected = dequantize_4bit(*stored)
+    quant = QuantConfig(
+        quant_type=QuantType.codebook,
+        levels=levels_of_bitsandbytes(name),
+        double_quant=double_quant,
+        block_size=block,
+    )
+    found = codebook.LEVELS.round_trip(weight, quant)
+    assert torch.equal(found.values, expected)
+    bits = quant.spec.bits_per_weight(
+        compute_bits=16, block=block, double_quant=double_quant, rows_per_weight=0
+    )
+    assert found.stored_bytes == pytest.approx(bits * weight.numel() / 8, rel=1e-3)
+    record = quantizer_named(quant, rounded_to=ComputeDtype.f32, skip=[])
+    record["compute_dtype"] = "f32"
+    rows = codebook.LEVELS.rows(lambda first, last: weight[first:last], weight.shape, record)
+    assert torch.equal(rows(5, 77), expected[5:77])
+
+
+@pytest.mark.parametrize(
+    "levels",
+    [
+        pytest.param([-1.0, 1.0], id="binary"),
+        pytest.param([-2.0, 0.5, 1.0], id="largest below zero"),
+        pytest.param([0.25, 1.0], id="above zero alone"),
+        pytest.param(np.linspace(-7, 9, 200).tolist(), id="200 levels"),
+    ],
+)
+def test_any_levels_are_stored(levels):
+    """The oracle tries all levels, in f64; the largest magnitude of a block meets that of a level.
+
+    A block of zeros stays zero, even without a level for it.
+    """
+    weight = draw()
+    quant = QuantConfig(
+        quant_type=QuantType.codebook, levels=levels, double_quant=False, block_size=64
+    )
+    found = codebook.LEVELS.round_trip(weight, quant)
+    known = np.array(levels)
+    blocks = weight.double().numpy().reshape(48, -1, 64)
+    scale = np.abs(blocks).max(-1, keepdims=True) / np.abs(known).max()
+    errors = np.abs(blocks[..., None] - scale[..., None] * known)
+    expected = np.take_along_axis(scale * known, errors.argmin(-1), -1)
+    near = np.sort(errors, -1)
+    clear = near[..., 1] - near[..., 0] > 1e-6  # ties may round to either level
+    difference = np.abs(found.values.numpy().reshape(blocks.shape) - expected)
+    assert difference[clear].max() < 1e-5
+    assert clear.mean() > 0.9
+    assert not found.values[0].any()
+    bits = quant.spec.bits_per_weight(
+        compute_bits=16, block=64, double_quant=False, rows_per_weight=0
+    )
+    assert found.stored_bytes == bits * weight.numel() / 8
+
+
+def test_double_quantization_of_scales_is_kept_in_the_layer():
+    """The layer stores 8-bit codes of scales, computes with them, and says so."""
+    model = torch.nn.ModuleDict({"it": torch.nn.Linear(512, 96, bias=False)})
+    weight = model["it"].weight.data.clone()
+    quant = QuantConfig(quant_type=QuantType.int4, double_quant=True)
+    BINDINGS["int4"].quantize(model, ["it"], quant)
+    layer = model["it"].to(torch.bfloat16)
+    expected = BINDINGS["int4"].round_trip(weight, quant).values
+    plain = BINDINGS["int4"].round_trip(weight, replace(quant, double_quant=False)).values
+    assert torch.equal(layer.dequantized(), expected)
+    assert 0 < (expected - plain).norm() / plain.norm() < 0.01
+    assert layer.scale_codes.dtype == torch.uint8
+    assert (layer.scale_codes.shape, layer.scale_bytes.nbytes) == ((96, 8), 4 * (3 + 1))
+    assert BINDINGS["int4"].facts(layer)["double_quant"]
 
 
 def test_four_bits_of_normal_float_are_those_of_the_library():
@@ -111,6 +200,7 @@ def test_a_code_is_the_nearest_level(name, monkeypatch):
     found = book.dequantize(packed, scales)
     levels = torch.tensor(book.levels)
     scale, zero = (scales, 0 * scales) if scales.ndim == 2 else scales.unbind(-1)
+    scale = torch.where(scale == 0, 1, scale)  # zero blocks
     scaled = weight.reshape(48, -1, 16) / scale[..., None]
     nearest = (scaled[..., None] - (levels - zero[..., None, None])).abs().amin(-1)
     distance = (found.reshape(48, -1, 16) / scale[..., None] - scaled).abs()
@@ -145,7 +235,7 @@ def layer_of(name, *, bias=True, dtype=torch.float32):
     layer = torch.nn.Linear(128, 48, bias=bias, dtype=dtype)
     layer.weight.data = draw().to(dtype)
     model = torch.nn.ModuleDict({"it": layer})
-    quant = type("Quant", (), {"block": 16})
+    quant = QuantConfig(quant_type=QuantType(name), double_quant=False, block_size=16)
     BINDINGS[name].quantize(model, ["it"], quant)
     return model["it"]
 

@@ -48,7 +48,8 @@ def test_a_layer_has_the_values_that_the_package_dequantizes(bits, block):
 @pytest.mark.parametrize("bits", BITS)
 def test_rows_of_a_merge_are_those_of_the_layer(bits):
     binding = binding_of(settings(bits, 64).spec)
-    record = {"block_size": 64, "rounded_to": "f32", "compute_dtype": "f32"}
+    record = {"block_size": 64, "double_quant": False}
+    record |= {"rounded_to": "f32", "compute_dtype": "f32"}
     rows = binding.rows(lambda first, last: weight()[first:last], (96, 256), record)
     assert torch.equal(rows(0, 96), of_package(bits, 64))
     assert torch.equal(rows(10, 30), of_package(bits, 64)[10:30])

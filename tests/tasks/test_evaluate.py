@@ -294,6 +294,7 @@ def test_the_blocks_of_single_modules_are_part_of_the_base_that_is_named(
 ):
     """The message also has per-module blocks and quantizers; typed, they make the same base."""
     told = ["quant.type_pattern={v_proj:nf2}", "quant.block_size_pattern={down_proj:128}"]
+    told += ["quant.double_quant_pattern={*.0.*.v_proj:true,*.1.mlp.down_proj:false}"]
     run = train_in(tmp_path / "run", *told, *SUITE, "trainer.max_steps=1", "lora.targets=[q_proj]")
     capsys.readouterr()
     command = ["task=evaluate", "logger=none", "model=tiny_llama", "suite=mini_python"]
@@ -303,7 +304,10 @@ def test_the_blocks_of_single_modules_are_part_of_the_base_that_is_named(
     layers = [f"model.layers.{layer}" for layer in (0, 1)]
     types = ",".join(f"{one}.self_attn.v_proj:nf2" for one in layers)
     blocks = ",".join(f"{one}.mlp.down_proj:128" for one in layers)
+    doubles = f"{layers[0]}.self_attn.v_proj:true,{layers[1]}.mlp.down_proj:false"
+    doubles = ",".join(sorted(doubles.split(",")))
     needed = f"'quant.type_pattern={{{types}}}' 'quant.block_size_pattern={{{blocks}}}'"
+    needed += f" 'quant.double_quant_pattern={{{doubles}}}'"
     assert f"add {needed} to score the model that was trained" in said
     out = f"hydra.run.dir={tmp_path / 'same'}"
     assert cli.main([*command, *shlex.split(needed), out]) == 0

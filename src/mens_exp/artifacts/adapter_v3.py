@@ -36,7 +36,7 @@ from mens_exp.artifacts.record import check_keys, read_record, write_record
 from mens_exp.errors import DataError, expected_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     import numpy.typing as npt
@@ -49,7 +49,11 @@ _KNOWN = {
 }
 
 
-class ModuleQuantizer(TypedDict):
+class _OfCodebook(TypedDict, total=False):
+    levels: list[float]
+
+
+class ModuleQuantizer(_OfCodebook):
     """The quantizer of one module's weight; attributes as in :class:`Quantizer`."""
 
     quant_type: str
@@ -58,7 +62,7 @@ class ModuleQuantizer(TypedDict):
     library: str
 
 
-class _OfModules(TypedDict, total=False):
+class _OfModules(_OfCodebook, total=False):
     modules: dict[str, ModuleQuantizer]
 
 
@@ -73,6 +77,7 @@ class Quantizer(_OfModules):
         rounded_to: ``bf16`` or ``f32``: the dtype of the weights when they were quantized.
         skip: paths of the decoder-layer projections that were left unquantized.
         library: name and version of the library.
+        levels: the levels of a ``codebook``, ascending.
         modules: the quantizers of modules that have another one, by path.
     """
 
@@ -89,6 +94,12 @@ def quantizer_of(quantizer: Quantizer, path: str) -> Quantizer:
     """Return the quantizer of one module's weight."""
     own = quantizer.get("modules", {}).get(path)
     return quantizer if own is None else cast("Quantizer", quantizer | own)
+
+
+def levels_in(quantizer: Quantizer) -> list[float]:
+    """Return the levels of the codebook that a base or any of its modules has."""
+    found = [quantizer, *quantizer.get("modules", {}).values()]
+    return next((one["levels"] for one in found if "levels" in one), [])
 
 
 PROJECTION_SEED = 0  # PEFT's default, `projection_prng_key`
@@ -113,6 +124,28 @@ class Projections(TypedDict):
     out: int
     width: int
     sha256: str
+
+
+LEVELS_EXPECTED = "2 to 256 different numbers in ascending order, the largest from 1e-6 to 1e6"
+
+
+def are_levels(numbers: Sequence[float]) -> bool:
+    """Tell whether numbers can be the levels of a codebook, which computes with them in f32."""
+    levels = np.array(numbers, np.float64).astype(np.float32)
+    return (
+        _FEWEST_LEVELS <= len(levels) <= _MOST_LEVELS
+        and bool((np.diff(levels) > 0).all())  # false for NaN
+        and 1e-6 <= float(np.abs(levels).max()) <= 1e6  # noqa: PLR2004  # as the text says
+    )
+
+
+def _level_problems(stored: Mapping[str, Any], where: str) -> list[DataError]:
+    levels = stored.get("levels", [])
+    numbers = isinstance(levels, list) and all(type(one) in (int, float) for one in levels)
+    if "levels" not in stored or not numbers or are_levels(levels):
+        return []
+    place = f"{where}.levels"
+    return [DataError("wrong value", where=place, found=levels, expected=LEVELS_EXPECTED)]
 
 
 def _quantizer_problems(stored: Mapping[str, Any], header: str, where: str) -> list[DataError]:
@@ -142,6 +175,7 @@ def _quantizer_problems(stored: Mapping[str, Any], header: str, where: str) -> l
     if isinstance(modules, dict):
         records |= {f"{where}.modules.{path}": one for path, one in modules.items()}
     for place, one in records.items():
+        found += _level_problems(one, place) if isinstance(one, dict) else []
         block = one.get("block_size") if isinstance(one, dict) else None
         if type(block) is int and block < 1:
             key, expected = f"{place}.block_size", "1 or more"
@@ -152,6 +186,7 @@ def _quantizer_problems(stored: Mapping[str, Any], header: str, where: str) -> l
 MANIFEST_NAME = "adapter_manifest.json"
 TENSORS_NAME = "adapter.safetensors"
 OLDER_MANIFEST_NAME = "populi_adapter_manifest_v3.json"
+_FEWEST_LEVELS, _MOST_LEVELS = 2, 256
 FORMATS = ("vox_mens_adapter", "vox_populi_adapter")  # the current name, then older ones
 _OPTIONAL = ("base_model", "provenance", "mens_exp")  # omitted by the schema, never null
 _METHODS = ("lora", "qlora")

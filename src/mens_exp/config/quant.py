@@ -13,14 +13,17 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.evaluation import OWN_GRAPH_ANSWERS
-from mens_exp.config.fields import Condition, Effect, setting, unless, value_at, when
+from mens_exp.config.fields import Condition, Effect, plain, setting, unless, value_at, when
 from mens_exp.config.plugins import Registry
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 NESTED_BLOCK = 256  # scales per second-level scale in bitsandbytes; asserted in tests/quant
-PATTERNS = ("type_pattern", "block_size_pattern")  # per-module settings
+PATTERNS = ("type_pattern", "block_size_pattern", "double_quant_pattern")  # per-module settings
 
 _F32 = 32  # bits of a scale
 
@@ -50,6 +53,7 @@ class QuantizerSpec:
         package: the required package, which is also the name of our extra.
         keeps_codes: whether the published base is already quantized and its codes are kept; the
             checkpoint defines which layers are quantized, and how.
+        usual_double_quant: default of `quant.double_quant`.
     """
 
     name: str
@@ -68,6 +72,12 @@ class QuantizerSpec:
     differs_elsewhere: str | None = None
     package: str | None = None
     keeps_codes: bool = False
+    usual_double_quant: bool = False
+
+    def with_levels(self, levels: Sequence[float]) -> QuantizerSpec:
+        """Return the spec for `quant.levels`; the same if the quantizer does not read them."""
+        del levels
+        return self
 
     @property
     def is_quantized(self) -> bool:
@@ -99,6 +109,15 @@ class QuantizerSpec:
         return f"    # quantized as {self.name}, which transformers does not load by itself\n"
 
 
+def _scale_bits(block: int, *, double_quant: bool) -> float:
+    """Return the bits that a weight adds for its share of its block's scale.
+
+    An f32 scale per block of 64 adds half a bit; quantized to 8 bits, with an f32 scale per 256
+    scales, it adds 0.127.
+    """
+    return 8 / block + _F32 / (block * NESTED_BLOCK) if double_quant else _F32 / block
+
+
 @dataclass(frozen=True, kw_only=True)
 class _FourBit(QuantizerSpec):
     """Blockwise 4-bit quantization (QLoRA, arXiv:2305.14314, section 3)."""
@@ -109,6 +128,7 @@ class _FourBit(QuantizerSpec):
     is_made_again: bool = True
     starts_adapters: bool = True
     stays_whole: str | None = None
+    usual_double_quant: bool = True
     settings: frozenset[str] = frozenset(
         {"double_quant", "block_size", "storage_dtype", "skip", *PATTERNS}
     )
@@ -119,15 +139,9 @@ class _FourBit(QuantizerSpec):
     def bits_per_weight(
         self, *, compute_bits: int, block: int, double_quant: bool, rows_per_weight: float
     ) -> float:
-        """Return 4 bits plus a share of the block's scale.
-
-        An f32 scale per block of 64 adds half a bit; quantized to 8 bits, with an f32 scale per 256
-        scales, it adds 0.127.
-        """
+        """Return 4 bits plus a share of the block's scale."""
         del compute_bits, rows_per_weight
-        if double_quant:
-            return 4 + 8 / block + _F32 / (block * NESTED_BLOCK)
-        return 4 + _F32 / block
+        return 4 + _scale_bits(block, double_quant=double_quant)
 
     def loading_arguments(self, *, double_quant: bool) -> str:
         """Return a configuration of bitsandbytes."""
@@ -171,15 +185,26 @@ class _Codebook(QuantizerSpec):
     is_made_again: bool = True
     settings: frozenset[str] = frozenset({"block_size", "skip", *PATTERNS})
     weights_per_core_s: float | None = 1.8e7  # measured: NVFP4, the slowest, on one EPYC core
-    scale_bits: int = _F32  # per block: its scale, and its zero point if any
+    zero_point_bits: int = 0  # per block
 
     def bits_per_weight(
         self, *, compute_bits: int, block: int, double_quant: bool, rows_per_weight: float
     ) -> float:
-        """Return the bits of a stored code plus a share of the block's f32 scale."""
-        del compute_bits, double_quant, rows_per_weight
+        """Return the bits of a stored code plus a share of the block's scale and zero point."""
+        del compute_bits, rows_per_weight
         assert self.code_bits is not None, "of every codebook"
-        return self.code_bits + self.scale_bits / block
+        scales = _scale_bits(block, double_quant=double_quant and "double_quant" in self.settings)
+        return self.code_bits + scales + self.zero_point_bits / block
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Levels(_Codebook):
+    """A codebook whose levels are a setting."""
+
+    def with_levels(self, levels: Sequence[float]) -> QuantizerSpec:
+        """Return the spec with as many bits per code as the levels need."""
+        bits = max(1, (len(levels) - 1).bit_length())
+        return dataclasses.replace(self, code_bits=bits) if levels else self
 
 
 def _codebook(name: str, code_bits: int, **more: Any) -> _Codebook:
@@ -188,6 +213,7 @@ def _codebook(name: str, code_bits: int, **more: Any) -> _Codebook:
 
 
 _OF_FORMAT = frozenset({"skip", *PATTERNS})  # the format has its own block
+_OF_BLOCKS = frozenset({"double_quant", "block_size", "skip", *PATTERNS})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,14 +249,20 @@ BUILT_IN: dict[str, QuantizerSpec] = {
         _FourBit(name="nf4"),
         _FourBit(name="fp4"),
         _EightBit(name="int8"),
-        *(_codebook(f"nf{bits}", bits) for bits in (2, 3, 5, 6, 7, 8)),
-        *(_codebook(f"int{bits}", bits) for bits in (2, 3, 4, 5, 6, 7)),
-        *(_codebook(f"uint{bits}", bits, scale_bits=2 * _F32) for bits in range(2, 9)),
+        *(_codebook(f"nf{bits}", bits, settings=_OF_BLOCKS) for bits in (2, 3, 5, 6, 7, 8)),
+        *(_codebook(f"int{bits}", bits, settings=_OF_BLOCKS) for bits in (2, 3, 4, 5, 6, 7)),
+        *(_codebook(f"uint{bits}", bits, zero_point_bits=_F32) for bits in range(2, 9)),
+        _Levels(
+            name="codebook",
+            binding="mens_exp.quant.codebook:LEVELS",
+            code_bits=8,  # at most
+            settings=_OF_BLOCKS | {"levels"},
+        ),
         *(
             _codebook(
                 f"hqq{bits}",
                 bits,
-                scale_bits=2 * _F32,
+                zero_point_bits=_F32,
                 binding=f"mens_exp.quant.hqq:HQQ{bits}",
                 package="hqq",
                 weights_per_core_s=None,
@@ -316,6 +348,7 @@ class QuantType(Enum):
     uint6 = "uint6"
     uint7 = "uint7"
     uint8 = "uint8"
+    codebook = "codebook"
     hqq2 = "hqq2"
     hqq3 = "hqq3"
     hqq4 = "hqq4"
@@ -355,6 +388,14 @@ class StorageDtype(Enum):
 _KEY = "quant.quant_type"
 
 
+def levels_are_read(config: Any) -> bool:
+    """Tell whether any quantizer that a configuration applies reads `quant.levels`."""
+    pattern = value_at(config, "quant.type_pattern") or {}
+    compared = value_at(config, "attribute.quant_types") or []
+    names = {value_at(config, _KEY), *map(plain, [*pattern.values(), *compared])}
+    return any("levels" in spec.settings for spec in map(QUANTIZERS.known, names) if spec)
+
+
 def _where_read(name: str, otherwise: Condition) -> Condition:
     """Return the condition that the quantizer reads a setting, with the words of `otherwise`."""
 
@@ -365,12 +406,21 @@ def _where_read(name: str, otherwise: Condition) -> Condition:
     return dataclasses.replace(otherwise, holds=holds)
 
 
-_DOUBLE = _where_read("double_quant", when(_KEY, *names_that_read("double_quant")))
+_DOUBLE = _where_read(
+    "double_quant",
+    when(
+        _KEY,
+        *names_that_read("double_quant"),
+        needs="quant.quant_type=nf4, fp4, codebook, nf2 to nf8 or int2 to int7",
+    ),
+)
 _BLOCK = _where_read("block_size", when(_KEY, *names_that_read("block_size")))
 _STORAGE = _where_read("storage_dtype", when(_KEY, *names_that_read("storage_dtype")))
 _SKIP = _where_read("skip", unless(_KEY, "none", "prequantized"))
+_LEVELS = dataclasses.replace(when(_KEY, *names_that_read("levels")), holds=levels_are_read)
 _PATTERN = _where_read("type_pattern", when(_KEY, *names_that_read("type_pattern")))
 _BLOCKS = _where_read("block_size_pattern", when(_KEY, *names_that_read("block_size_pattern")))
+_DOUBLES = _where_read("double_quant_pattern", unless(_KEY, "int8", "prequantized", "none"))
 _READ = frozenset({"attribute"})
 
 
@@ -382,8 +432,9 @@ class QuantConfig:
         UNLESS_TOLD,
         "nf4 or fp4, four bits; int8, eight, one scale a row (LLM.int8, arXiv:2208.07339); nf2, "
         "nf3, nf5 to nf8, int2 to int7, uint2 to uint8, mxfp4 (OCP) or nvfp4 (NVIDIA), references "
-        "in plain torch for comparisons; hqq2, hqq3, hqq4 or hqq8, integers whose zero "
-        "points the hqq package finds; torchao4 or torchao8, torchao's own integers; prequantized "
+        "in plain torch for comparisons; codebook, the levels of quant.levels; hqq2, hqq3, hqq4 or "
+        "hqq8, integers whose zero points the hqq package finds; torchao4 or torchao8, torchao's "
+        "own integers; prequantized "
         "keeps the codes of a quantized checkpoint (GPTQ, AWQ, FP8, bitsandbytes, "
         "compressed-tensors); none leaves the weights in the compute format.",
         contract=("quant.base",),
@@ -392,7 +443,8 @@ class QuantConfig:
     )
     double_quant: bool = setting(
         True,  # the value of the setting, named by its position in the schema
-        "Quantize the block scales too: 4.127 instead of 4.5 bits a weight (the paper's default).",
+        "Quantize the block scales too: for nf4, 4.127 instead of 4.5 bits a weight (the paper's "
+        "default for nf4 and fp4; false for others).",
         contract=("quant.double_quant",),
         read_by=_READ,
         only_if=_DOUBLE,
@@ -420,6 +472,15 @@ class QuantConfig:
         only_if=_BLOCK,
         idle=None,
     )
+    levels: list[float] = setting(
+        [],
+        "Levels of quant=codebook, 2 to 256 in ascending order, such as [-1,-0.4,0,0.4,1]. Each "
+        "block's scale maps its largest magnitude to the largest magnitude of a level.",
+        only_if=_LEVELS,
+        idle=[],
+        read_by=_READ,
+        example="[-1,-0.4,0,0.4,1]",
+    )
     storage_dtype: StorageDtype = setting(
         StorageDtype.u8,
         "Element type of the tensor that holds the packed codes: u8, or bf16 and f32 for sharding "
@@ -440,8 +501,8 @@ class QuantConfig:
     type_pattern: dict[str, QuantType] = setting(
         {},
         "Quantizers of single modules, by target as in quant.skip: {mlp: nf2, down_proj: nf8}. "
-        "The last match counts. Each has the block size and the double quantization of "
-        "this group where it reads them.",
+        "The last match counts. Each has the block size of this group where it reads it; of "
+        "quantizers other than quant_type, nf4 and fp4 alone follow double_quant.",
         only_if=_PATTERN,
         idle={},
         example="{down_proj:nf8}",
@@ -455,22 +516,34 @@ class QuantConfig:
         idle={},
         example="{mlp:128}",
     )
+    double_quant_pattern: dict[str, bool] = setting(
+        {},
+        "Double quantization of single modules, by target as in quant.skip: {mlp: false}. The last "
+        "match counts.",
+        only_if=_DOUBLES,
+        idle={},
+        example="{mlp:false}",
+    )
 
     @property
     def spec(self) -> QuantizerSpec:
         """The quantizer of modules without a matching pattern."""
-        return self.quant_type.spec
+        return self.quant_type.spec.with_levels(self.levels)
 
     def of(self, quant_type: QuantType) -> QuantConfig:
         """Return the settings for modules assigned to a quantizer by a pattern."""
-        reads = quant_type.spec.settings
+        spec = quant_type.spec
+        reads = spec.settings
+        follows = quant_type is self.quant_type or spec.usual_double_quant
         return dataclasses.replace(
             self,
             quant_type=quant_type,
-            double_quant=self.double_quant and "double_quant" in reads,
+            double_quant=self.double_quant and follows and "double_quant" in reads,
             block_size=self.block_size if "block_size" in reads else None,
+            levels=self.levels if "levels" in reads else [],
             type_pattern={},
             block_size_pattern={},
+            double_quant_pattern={},
         )
 
     @property

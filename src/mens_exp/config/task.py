@@ -209,7 +209,7 @@ class ExportConfig:
     )
     double_quant: bool | None = setting(
         None,
-        "Whether its constants were quantized too; null means yes where it was quantized.",
+        "Whether its scales were quantized too; null is true for nf4 and fp4, false for others.",
         only_if=when("format", "peft", "v2", "v3"),
     )
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from mens_exp.artifacts import adapter_v2, adapter_v3, atomic
 from mens_exp.artifacts.adapter_v2 import lower, write_adapter_v2
-from mens_exp.artifacts.adapter_v3 import portable, write_adapter
+from mens_exp.artifacts.adapter_v3 import levels_in, portable, write_adapter
 from mens_exp.artifacts.digest import refuse_changed_adapter
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
@@ -259,6 +259,7 @@ def config_of_adapter(
         compute_dtype=ComputeDtype(quantizer["compute_dtype"]),
         block_size=quantizer["block_size"] if "block_size" in spec.settings else None,
         skip=list(quantizer["skip"]),
+        levels=levels_in(quantizer),
         type_pattern={
             path: QuantType(one["quant_type"]) for path, one in quantizer.get("modules", {}).items()
         },
@@ -266,6 +267,11 @@ def config_of_adapter(
             path: one["block_size"]
             for path, one in quantizer.get("modules", {}).items()
             if "block_size" in QuantType(one["quant_type"]).spec.settings
+        },
+        double_quant_pattern={
+            path: one["double_quant"]
+            for path, one in quantizer.get("modules", {}).items()
+            if "double_quant" in QuantType(one["quant_type"]).spec.settings
         },
     )
     theirs.backend = QloraConfig(_target_="mens_exp.backends.qlora.QloraBackend")

@@ -389,16 +389,27 @@ def _storage(one: ModuleQuantizer, usual: int) -> str:
 def _refuse_unknown_quantizers(manifest: AdapterManifest) -> None:
     recorded = manifest.quantizer
     others = [] if recorded is None else recorded.get("modules", {}).values()
-    for name in (manifest.quant["base_quant"], *(one["quant_type"] for one in others)):
-        if QUANTIZERS.known(name) is None:
+    named = [
+        (manifest.quant["base_quant"], recorded),
+        *((one["quant_type"], one) for one in others),
+    ]
+    for name, record in named:
+        spec = QUANTIZERS.known(name)
+        if spec is None or (_needs_levels(spec) and "levels" not in (record or {})):
             raise RequestError(
-                "unknown quantizer, so the values that the adapter was trained on cannot be "
-                "computed again",
+                f"unknown {'quantizer' if spec is None else 'levels of the codebook'}, so the "
+                "values that the adapter was trained on cannot be computed again",
                 where="merge.base",
                 found=name,
                 expected="original, whose distance from the trained model is unknown",
-                remedy="install the package that provides it, or add merge.base=original",
+                remedy="add merge.base=original"
+                if spec is not None
+                else "install the package that provides it, or add merge.base=original",
             )
+
+
+def _needs_levels(spec: QuantizerSpec) -> bool:
+    return "levels" in spec.settings
 
 
 def _of_kept_values(
@@ -427,7 +438,8 @@ def _trained_on(inputs: MergeInputs, quantizer: Quantizer | None) -> Quantizer |
     if quantizer is not None or inputs.manifest.quantizer is not None:
         return quantizer or inputs.manifest.quantizer
     spec = QUANTIZERS.known(inputs.manifest.quant["base_quant"])
-    return _assumed(inputs) if spec is not None and spec.is_quantized else None
+    is_known = spec is not None and spec.is_quantized and not _needs_levels(spec)
+    return _assumed(inputs) if is_known else None
 
 
 def _assumed(inputs: MergeInputs) -> Quantizer:
@@ -441,7 +453,7 @@ def _assumed(inputs: MergeInputs) -> Quantizer:
     spec = QUANTIZERS.known(quant["base_quant"])
     if spec is None or not spec.is_quantized:
         spec = UNLESS_TOLD.spec
-    is_bnb_4bit = "double_quant" in spec.settings
+    is_bnb_4bit = spec.usual_double_quant
     dtype = "f32" if is_bnb_4bit and not is_peft else "bf16"
     return {
         "quant_type": spec.name,

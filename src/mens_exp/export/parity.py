@@ -421,6 +421,7 @@ def _made_again(stored_OI: torch.Tensor, change: Change, quantizer: Quantizer) -
         quant_type=QuantType(quantizer["quant_type"]),
         double_quant=quantizer["double_quant"],
         block_size=quantizer["block_size"],
+        levels=quantizer.get("levels", []),
     )
     rounded_OI = values_OI.float().to(DTYPES[quantizer["rounded_to"]])
     there = round_trip(rounded_OI.contiguous(), quant).values

@@ -273,7 +273,10 @@ def _told(config: RunConfig) -> Quant | None:
     told = config.export
     if told.base_quant is None and told.double_quant is None:
         return None
-    return _quant(told.base_quant or UNLESS_TOLD, double_quant=told.double_quant is not False)
+    base_quant = told.base_quant or UNLESS_TOLD
+    usual = base_quant.spec.usual_double_quant
+    double_quant = usual if told.double_quant is None else told.double_quant
+    return _quant(base_quant, double_quant=double_quant)
 
 
 def _quant(base_quant: QuantType, *, double_quant: bool) -> Quant:

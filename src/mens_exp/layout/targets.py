@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
+from mens_exp.config.quant import PATTERNS
 from mens_exp.errors import ConfigError, Problems, expected_name
 from mens_exp.layout.shape import HEAD
 
@@ -174,8 +175,7 @@ def quantized_modules(quant: QuantConfig, shape: Shape) -> dict[str, QuantConfig
     Experts that a model stores in one tensor are excluded.
 
     Raises:
-        ConfigError: a pattern of `quant.skip`, `quant.type_pattern` or `quant.block_size_pattern`
-            has an effect on no module.
+        ConfigError: a pattern of `quant.skip` or a per-module setting has an effect on no module.
         Problems: several do.
     """
     left = {one.path for one in skipped(quant.skip, shape)}
@@ -189,37 +189,45 @@ def quantized_modules(quant: QuantConfig, shape: Shape) -> dict[str, QuantConfig
         if not matched:
             problems.append(_no_match(pattern, inside, shape.family, where="quant.type_pattern"))
         found |= dict.fromkeys((one.path for one in matched), quant.of(quant_type))
-    for pattern, block in quant.block_size_pattern.items():
-        where, matched = "quant.block_size_pattern", _matching(pattern, inside, shape.family)
-        stored = {one.path: found[one.path] for one in matched}
-        free = {path for path, one in stored.items() if "block_size" in one.spec.settings}
-        if not matched:
-            problems.append(_no_match(pattern, inside, shape.family, where=where))
-        elif not free:
-            names = ", ".join(sorted({one.quant_type.value for one in stored.values()}))
-            problems.append(
-                ConfigError(
-                    "matches only modules whose quantizer has a fixed block size",
-                    where=where,
-                    found=f"{pattern}, stored as {names}",
-                    expected="a module of a quantizer that reads quant.block_size",
-                )
-            )
-        found |= {path: replace(found[path], block_size=block) for path in free}
+    for setting in ("block_size", "double_quant"):
+        where, values = f"quant.{setting}_pattern", getattr(quant, f"{setting}_pattern")
+        for pattern, value in values.items():
+            matched = _matching(pattern, inside, shape.family)
+            stored = {one.path: found[one.path] for one in matched}
+            free = {path for path, one in stored.items() if setting in one.spec.settings}
+            if not matched:
+                problems.append(_no_match(pattern, inside, shape.family, where=where))
+            elif not free:
+                problems.append(_unread(setting, pattern, stored.values()))
+            found |= {path: replace(found[path], **{setting: value}) for path in free}
     Problems.raise_if(problems)
     return {path: one for path, one in found.items() if path not in left}
 
 
+def _unread(setting: str, pattern: str, stored: Iterable[QuantConfig]) -> ConfigError:
+    names = ", ".join(sorted({one.quant_type.value for one in stored}))
+    fixed = {
+        "block_size": "matches only modules whose quantizer has a fixed block size",
+        "double_quant": "matches only modules whose quantizer cannot quantize its scales",
+    }
+    return ConfigError(
+        fixed[setting],
+        where=f"quant.{setting}_pattern",
+        found=f"{pattern}, stored as {names}",
+        expected=f"a module of a quantizer that reads quant.{setting}",
+    )
+
+
 def otherwise_quantized(quant: QuantConfig, shape: Shape) -> dict[str, QuantConfig]:
-    """Return the modules of :func:`quantized_modules` with another quantizer or block size."""
-    usual, has_patterns = storage(quant), quant.type_pattern or quant.block_size_pattern
+    """Return the modules of :func:`quantized_modules` that are stored differently from others."""
+    usual, has_patterns = storage(quant), any(getattr(quant, name) for name in PATTERNS)
     stored = quantized_modules(quant, shape) if has_patterns else {}
     return {path: one for path, one in stored.items() if storage(one) != usual}
 
 
-def storage(quant: QuantConfig) -> tuple[QuantType, int]:
-    """Return quantizer and block size, in which modules of one `quant` group may differ."""
-    return quant.quant_type, quant.block
+def storage(quant: QuantConfig) -> tuple[QuantType, int, bool]:
+    """Return quantizer, block size and double quantization, in which modules may differ."""
+    return quant.quant_type, quant.block, quant.double_quant
 
 
 def target_problems(lora: LoraConfig, shape: Shape) -> list[ConfigError]:

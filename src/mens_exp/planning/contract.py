@@ -25,6 +25,7 @@ from mens_exp.config.fields import UNSET, Effect
 from mens_exp.config.loader import effect_of
 from mens_exp.config.mix import sources_of
 from mens_exp.config.model import BundledModel, HfModel, teacher_of
+from mens_exp.config.quant import PATTERNS
 from mens_exp.config.trainer import TUNING, Selection
 from mens_exp.corpus import synthetic
 from mens_exp.corpus.given_rows import read_given
@@ -442,6 +443,8 @@ _LATER: dict[str, Any] = {
     "optim.loraplus_lr_ratio": None,
     "quant.type_pattern": {},
     "quant.block_size_pattern": {},
+    "quant.double_quant_pattern": {},
+    "quant.levels": [],
     "objective.dft": False,
     "objective.hidden_layers": None,
     "objective.hidden_weight": 0.0,
@@ -467,7 +470,7 @@ _LATER: dict[str, Any] = {
 # list.
 _ORDERED = frozenset(
     {
-        *("quant.type_pattern", "quant.block_size_pattern"),
+        *(f"quant.{name}" for name in PATTERNS),
         *("lora.rank_pattern", "lora.alpha_pattern"),
     }
 )

@@ -442,12 +442,17 @@ def _meaning(config: RunConfig, shape: Shape) -> dict[str, Any]:
     quant = config.quant
     named = [f"{one.value} in {name}" for name, one in quant.type_pattern.items()]
     named += [f"blocks of {one} in {name}" for name, one in quant.block_size_pattern.items()]
+    named += [
+        f"{'double' if one else 'no double'} quantization in {name}"
+        for name, one in quant.double_quant_pattern.items()
+    ]
     others = ", ".join(named)
     return {
         "model": _name(config.model),
         "download_bytes": _download(config.model),
         "backend": config.backend.name,
         "quant": f"{quant.quant_type.value}"
+        f"{f', {len(quant.levels)} levels' if quant.levels else ''}"
         f"{', double quantization' if quant.double_quant else ''}"
         f"{f', blocks of {quant.block}' if quant.block_size else ''}"
         f"{f', {others}' if others else ''}"

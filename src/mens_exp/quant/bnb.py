@@ -12,12 +12,12 @@ from collections import Counter
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from mens_exp.artifacts.adapter_v3 import ModuleQuantizer, Quantizer
-from mens_exp.config.quant import ComputeDtype, QuantConfig, StorageDtype
+from mens_exp.config.quant import PATTERNS, ComputeDtype, QuantConfig, StorageDtype
 from mens_exp.layout.targets import linear_modules, otherwise_quantized
 from mens_exp.model.quiet import quiet
 from mens_exp.quant.binding import (
@@ -400,15 +400,25 @@ def quantizer_named(
         rounded_to: the dtype to which weights are rounded before quantization.
         skip: paths of the projections that stay unquantized.
     """
-    return Quantizer(
+    whole = {
+        **_module_quantizer(config),
+        "compute_dtype": config.compute_dtype.value,
+        "rounded_to": rounded_to.value,
+        "skip": list(skip),
+    }
+    return cast("Quantizer", whole)
+
+
+def _module_quantizer(config: QuantConfig) -> ModuleQuantizer:
+    found = ModuleQuantizer(
         quant_type=config.quant_type.value,
         block_size=config.block,
         double_quant=config.double_quant,
-        compute_dtype=config.compute_dtype.value,
-        rounded_to=rounded_to.value,
-        skip=list(skip),
         library=binding_of(config.spec).library,
     )
+    if "levels" in config.spec.settings:
+        found["levels"] = list(config.levels)
+    return found
 
 
 def quantizer_in(model: torch.nn.Module, config: QuantConfig, shape: Shape) -> Quantizer | None:
@@ -431,15 +441,9 @@ def quantizer_in(model: torch.nn.Module, config: QuantConfig, shape: Shape) -> Q
         rounded_to=config.compute_dtype,  # the loader's own cast
         skip=[path for path in inside if path not in there],
     )
-    if config.type_pattern or config.block_size_pattern:
+    if any(getattr(config, name) for name in PATTERNS):
         found["modules"] = {
-            path: ModuleQuantizer(
-                quant_type=one.quant_type.value,
-                block_size=one.block,
-                double_quant=one.double_quant,
-                library=binding_of(one.spec).library,
-            )
-            for path, one in otherwise_quantized(config, shape).items()
+            path: _module_quantizer(one) for path, one in otherwise_quantized(config, shape).items()
         }
     return found
 

@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from mens_exp.config.quant import NESTED_BLOCK
+from mens_exp.model.quiet import quiet
 from mens_exp.model.stored_codes import E2M1_MAGNITUDES
 from mens_exp.quant.binding import DTYPES, Binding, RoundTrip, as_linear
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Sequence
 
     from mens_exp.artifacts.adapter_v3 import Quantizer
     from mens_exp.config.quant import QuantConfig
@@ -30,7 +32,6 @@ _E2M1_EXPONENT: Final = 2  # exponent of the largest level, 1.5 · 2²
 _MOST_E4M3: Final = 448.0
 _LEAST_E4M3: Final = 2.0**-9  # the smallest above zero
 _BITS_OF_BYTE: Final = 8
-_LEAST_BITS: Final = 2  # of a code
 _BITS_OF_WORD: Final = 12  # of three bytes, two words: whole codes of three and of six bits
 _TOGETHER: Final = 8  # codes that take whole bytes, however many bits each has
 _PIECE: Final = 1 << 20  # weights processed at once, at about 40 bytes of memory each
@@ -84,7 +85,8 @@ class Codebook:
         levels: ascending; a weight is a level times its block's scale.
         scaling: the rule for the blocks' scales.
         to_even: whether a value halfway between two levels rounds to the one an even number of
-            steps from zero, as in IEEE 754; otherwise to the lower one, as in bitsandbytes.
+            steps from the level zero, as in IEEE 754; otherwise to the lower one, as in
+            bitsandbytes.
     """
 
     levels: tuple[float, ...]
@@ -93,8 +95,8 @@ class Codebook:
 
     @property
     def stored_bits(self) -> int:
-        """Bits per code: as few as number the levels, but at least 2."""
-        return max(_LEAST_BITS, (len(self.levels) - 1).bit_length())
+        """Bits per code: as few as number the levels."""
+        return max(1, (len(self.levels) - 1).bit_length())
 
     def nearest(self, x: torch.Tensor) -> torch.Tensor:
         """Return the index of the level nearest to each value, int64."""
@@ -161,9 +163,10 @@ class Codebook:
             of_all: the largest magnitude of the whole tensor.
         """
         most_ON = blocks.abs().amax(-1)
-        scales_ON = self.scaling.find(most_ON, of_all, self.levels[-1])
-        scales_ON = torch.where(most_ON > 0, scales_ON, torch.ones_like(scales_ON))
-        return self.nearest(blocks / scales_ON[..., None]), scales_ON
+        top = max(map(abs, self.levels))
+        scales_ON = torch.where(most_ON > 0, self.scaling.find(most_ON, of_all, top), 0)
+        divisor_ON = torch.where(most_ON > 0, scales_ON, 1)
+        return self.nearest(blocks / divisor_ON[..., None]), scales_ON
 
     def valued(self, levels: torch.Tensor, scales_ON: torch.Tensor) -> torch.Tensor:
         """Return the values of levels ``[O, N, block]`` under the scales of their blocks."""
@@ -236,6 +239,43 @@ class Affine(Codebook):
         """Return the values of integers under the scales and zero points of their blocks."""
         scale_ON, zero_ON = scales_ON.unbind(-1)
         return (levels - zero_ON[..., None]) * scale_ON[..., None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NestedScales:
+    """Scales quantized by bitsandbytes' double quantization (arXiv:2305.14314, section 3).
+
+    Attributes:
+        codes_ON: 8-bit codes, uint8.
+        nested: f32 scales, one per 256 codes in row-major order, and then the offset: the mean
+            of the scales, subtracted before they were quantized.
+    """
+
+    codes_ON: torch.Tensor
+    nested: torch.Tensor
+
+    @classmethod
+    def of(cls, scales_ON: torch.Tensor) -> NestedScales:
+        """Quantize f32 scales of any shape."""
+        with quiet():
+            from bitsandbytes import functional
+        offset = scales_ON.mean()
+        codes, state = functional.quantize_blockwise(scales_ON - offset, blocksize=NESTED_BLOCK)
+        return cls(codes_ON=codes, nested=torch.cat([state.absmax, offset[None]]))
+
+    def values(self) -> torch.Tensor:
+        """Return the scales, f32."""
+        from bitsandbytes import functional
+
+        found: torch.Tensor = functional.dequantize_blockwise(
+            self.codes_ON, absmax=self.nested[:-1], blocksize=NESTED_BLOCK
+        )
+        return found + self.nested[-1]
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes."""
+        return self.codes_ON.nbytes + self.nested.nbytes
 
 
 def _pieces(rows: int, width: int) -> list[tuple[int, int]]:
@@ -330,17 +370,22 @@ class CodebookLinear(torch.nn.Linear):
     name: str
     compute_dtype: torch.dtype
     column_I: torch.Tensor | None  # the column of each input's codes; None: in input order
+    scale_codes: torch.Tensor | None  # the codes of double quantized scales
 
-    def quantize(self, name: str, book: Codebook, values_OI: torch.Tensor, block: int) -> None:
+    def quantize(
+        self, name: str, book: Codebook, values_OI: torch.Tensor, block: int, *, double_quant: bool
+    ) -> None:
         """Quantize a weight and store its codes."""
-        self.take(name, book, *book.quantize(values_OI, block), dtype=values_OI.dtype)
+        packed, scales_ON = book.quantize(values_OI, block)
+        stored = NestedScales.of(scales_ON) if double_quant else scales_ON
+        self.take(name, book, packed, stored, dtype=values_OI.dtype)
 
     def take(
         self,
         name: str,
         book: Codebook,
         packed: torch.Tensor,
-        scales_ON: torch.Tensor,
+        scales: torch.Tensor | NestedScales,
         *,
         dtype: torch.dtype,
         column_I: torch.Tensor | None = None,
@@ -349,14 +394,22 @@ class CodebookLinear(torch.nn.Linear):
         self.book, self.name, self.compute_dtype = book, name, dtype
         self.weight = torch.nn.Parameter(packed, requires_grad=False)
         # Bytes, because `model.to(dtype)` would round floats.
-        self.register_buffer("scale_bytes", scales_ON.contiguous().view(torch.uint8), False)
+        if isinstance(scales, NestedScales):
+            codes_ON, floats = scales.codes_ON, scales.nested
+        else:
+            codes_ON, floats = None, scales
+        self.register_buffer("scale_codes", codes_ON, False)
+        self.register_buffer("scale_bytes", floats.contiguous().view(torch.uint8), False)
         self.register_buffer("column_I", column_I, False)
 
     def scales(self) -> torch.Tensor:
         """Return the scales, f32 ``[O, N]``."""
         found = self.scale_bytes
         assert isinstance(found, torch.Tensor), "registered as one"
-        return found.view(torch.float32)
+        floats = found.view(torch.float32)
+        if self.scale_codes is None:
+            return floats
+        return NestedScales(codes_ON=self.scale_codes, nested=floats).values()
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return the dequantized weight, ``[O, I]``."""
@@ -393,7 +446,7 @@ class CodebookBinding(Binding):
         """Read back number of levels, block size and format of scales."""
         return {
             "quant": layer.name,
-            "double_quant": False,
+            "double_quant": layer.scale_codes is not None,
             "levels": len(layer.book.levels),
             "block_size": layer.in_features // layer.scales().shape[1],
             "scales": layer.book.scaling.name,
@@ -415,33 +468,36 @@ class CodebookBinding(Binding):
         return found
 
 
-class CodesBinding(CodebookBinding):
-    """Layers of one codebook."""
-
-    def __init__(self, name: str, book: Codebook) -> None:
-        """Bind the quantizer's name and its codebook."""
-        super().__init__(name)
-        self.book = book
+class LevelsBinding(CodebookBinding):
+    """Layers of codebooks with the levels of `quant.levels`."""
 
     @property
     def library(self) -> str:
         """This module; the number is raised when its values change."""
         return "mens_exp codebooks 1"
 
+    def book_for(self, levels: Sequence[float]) -> Codebook:
+        """Return the codebook for `quant.levels`."""
+        return Codebook(levels=tuple(map(float, levels)), to_even=False)
+
     def quantize(self, model: torch.nn.Module, paths: Collection[str], quant: QuantConfig) -> None:
         """Replace the weights of layers with codes."""
+        book, double_quant = self.book_for(quant.levels), quant.double_quant
         for path in paths:
             layer: Any = as_linear(model.get_submodule(path))
             model.set_submodule(path, layer)
             layer.__class__ = CodebookLinear
-            layer.quantize(self.name, self.book, layer.weight.data, quant.block)
+            values_OI = layer.weight.data
+            layer.quantize(self.name, book, values_OI, quant.block, double_quant=double_quant)
 
     def round_trip(self, weight_OI: torch.Tensor, quant: QuantConfig) -> RoundTrip:
         """Quantize and dequantize a weight by itself."""
-        packed, scales_ON = self.book.quantize(weight_OI, quant.block)
+        book = self.book_for(quant.levels)
+        packed, scales_ON = book.quantize(weight_OI, quant.block)
+        nested = NestedScales.of(scales_ON) if quant.double_quant else None
         return RoundTrip(
-            values=self.book.dequantize(packed, scales_ON),
-            stored_bytes=packed.nbytes + scales_ON.nbytes,
+            values=book.dequantize(packed, nested.values() if nested else scales_ON),
+            stored_bytes=packed.nbytes + (nested or scales_ON).nbytes,
         )
 
     def rows(
@@ -452,15 +508,32 @@ class CodesBinding(CodebookBinding):
     ) -> Callable[[int, int], torch.Tensor]:
         """Quantize in pieces, keep codes and scales, and dequantize rows on demand."""
         rounded, dtype = DTYPES[quantizer["rounded_to"]], DTYPES[quantizer["compute_dtype"]]
-        packed, scales_ON = self.book.quantize_pieces(
+        book = self.book_for(quantizer.get("levels", []))
+        packed, scales_ON = book.quantize_pieces(
             lambda first, last: read(first, last).to(rounded), shape, quantizer["block_size"]
         )
+        if quantizer["double_quant"]:
+            scales_ON = NestedScales.of(scales_ON).values()
 
         def values(first: int, last: int) -> torch.Tensor:
             part = slice(first, last)
-            return self.book.dequantize(packed[part], scales_ON[part], dtype).float()
+            return book.dequantize(packed[part], scales_ON[part], dtype).float()
 
         return values
+
+
+class CodesBinding(LevelsBinding):
+    """Layers of one codebook."""
+
+    def __init__(self, name: str, book: Codebook) -> None:
+        """Bind the quantizer's name and its codebook."""
+        super().__init__(name)
+        self.book = book
+
+    def book_for(self, levels: Sequence[float]) -> Codebook:
+        """Return the codebook, which has its own levels."""
+        del levels
+        return self.book
 
 
 NF2 = CodesBinding("nf2", Codebook(levels=normal_float(2), to_even=False))
@@ -482,5 +555,6 @@ UINT5 = CodesBinding("uint5", _unsigned(5))
 UINT6 = CodesBinding("uint6", _unsigned(6))
 UINT7 = CodesBinding("uint7", _unsigned(7))
 UINT8 = CodesBinding("uint8", _unsigned(8))
+LEVELS = LevelsBinding("codebook")
 MXFP4 = CodesBinding("mxfp4", Codebook(levels=E2M1, scaling=POWER_OF_TWO))
 NVFP4 = CodesBinding("nvfp4", Codebook(levels=E2M1, scaling=TWO_LEVEL))

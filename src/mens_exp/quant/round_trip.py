@@ -21,6 +21,7 @@ from mens_exp.config.quant import QUANTIZERS, QuantConfig, QuantType
 from mens_exp.errors import RequestError
 from mens_exp.model.quiet import quiet
 from mens_exp.quant.binding import DTYPES, RoundTrip, binding_of, compute_dtype
+from mens_exp.quant.codebook import NestedScales
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -39,7 +40,6 @@ def round_trip(weight: torch.Tensor, quant: QuantConfig) -> RoundTrip:
 
 
 _PIECE = 1 << 20  # weights quantized at once: 4 MB of f32, which fits the processor's cache
-_SCALES_BLOCK = 256  # bitsandbytes' own block of scales under double quantization
 
 
 def quantized_rows(
@@ -107,10 +107,7 @@ class FourBitRows:
             self._codes[self._halves(first, last)] = codes.flatten()
             scales[self._blocks(first, last)] = state.absmax
         if quantizer["double_quant"]:
-            offset = scales.mean()
-            small, state = functional.quantize_blockwise(scales - offset, blocksize=_SCALES_BLOCK)
-            scales = functional.dequantize_blockwise(small, state)
-            scales += offset
+            scales = NestedScales.of(scales).values()
         self._scales = scales
 
     def read(self, first: int, last: int) -> torch.Tensor:

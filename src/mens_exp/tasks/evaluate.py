@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mens_exp.artifacts.adapter_v3 import TENSORS_NAME, read_adapter
+from mens_exp.artifacts.adapter_v3 import TENSORS_NAME, levels_in, read_adapter
 from mens_exp.artifacts.digest import refuse_changed_adapter, sha256_file
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.scorecard import Condition
 from mens_exp.config.evaluation import EngineKind
 from mens_exp.config.lora import ADAPTERS, LoraVariant, PassthroughConfig
-from mens_exp.config.quant import QUANTIZERS
+from mens_exp.config.quant import PATTERNS, QUANTIZERS
 from mens_exp.corpus.data_contract import heldout_part
 from mens_exp.corpus.source import load_rows
 from mens_exp.errors import Problems, RequestError
@@ -55,10 +55,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from mens_exp.artifacts.adapter_v3 import Quant, Quantizer
+    from mens_exp.config.quant import QuantConfig
     from mens_exp.config.root import RunConfig
     from mens_exp.corpus.row_files import Rows
     from mens_exp.errors import MensError
     from mens_exp.evals.engines import Engine
+    from mens_exp.layout.shape import Shape
     from mens_exp.layout.starting_adapter import StartingAdapter
     from mens_exp.model.sources import BaseModel
     from mens_exp.rows.schema import TrainingPair
@@ -307,32 +309,53 @@ def _quantization(config: RunConfig, quant: Quant, recorded: Quantizer | None) -
         return ["backend=lora"]
     is_ours = spec.name == ours.quant_type.value
     found = [] if is_ours else [f"quant={spec.name}"]
-    double_quant, block = (ours.double_quant, ours.block) if is_ours else (True, spec.usual_block)
+    double_quant, block = (
+        (ours.double_quant, ours.block) if is_ours else (spec.usual_double_quant, spec.usual_block)
+    )
     if "double_quant" in spec.settings and quant["double_quant"] != double_quant:
         found.append(f"quant.double_quant={str(quant['double_quant']).lower()}")
     if recorded is None or spec.keeps_codes:
         return found
+    levels = levels_in(recorded)
+    if levels != ours.levels:
+        found.append(f"quant.levels=[{','.join(map(str, levels))}]")
     if spec.in_blocks and recorded["block_size"] != block:
         found.append(f"quant.block_size={recorded['block_size']}")
     left = {one.path for one in skipped(ours.skip, shape_of(config.model))}
     if left != set(recorded["skip"]):
         found.append(f"quant.skip=[{','.join(recorded['skip'])}]")
+    return found + _module_patterns(ours, shape_of(config.model), recorded)
+
+
+def _module_patterns(ours: QuantConfig, shape: Shape, recorded: Quantizer) -> list[str]:
+    """Return the overrides for modules that are recorded with another quantizer."""
     modules = recorded.get("modules", {})
-    others = otherwise_quantized(ours, shape_of(config.model))
-    theirs = {path: (one["quant_type"], one["block_size"]) for path, one in modules.items()}
-    if theirs != {path: (one.quant_type.value, one.block) for path, one in others.items()}:
-        types = {path: name for path, (name, _) in theirs.items() if name != spec.name}
-        blocks = {
-            path: block
-            for path, (name, block) in theirs.items()
-            if block != recorded["block_size"]
-            and (of := QUANTIZERS.known(name)) is not None
-            and "block_size" in of.settings
-        }
-        for setting, values in (("type_pattern", types), ("block_size_pattern", blocks)):
-            if values or getattr(ours, setting):
-                listed = ",".join(f"{path}:{value}" for path, value in values.items())
-                found.append(f"'quant.{setting}={{{listed}}}'")
+    theirs = {
+        path: (one["quant_type"], one["block_size"], one["double_quant"])
+        for path, one in modules.items()
+    }
+    built = otherwise_quantized(ours, shape)
+    if theirs == {
+        path: (one.quant_type.value, one.block, one.double_quant) for path, one in built.items()
+    }:
+        return []
+    patterns: dict[str, dict[str, Any]] = {name: {} for name in PATTERNS}
+    for path, one in modules.items():
+        spec = QUANTIZERS.known(one["quant_type"])
+        reads = frozenset() if spec is None else spec.settings
+        if one["quant_type"] != recorded["quant_type"]:
+            patterns["type_pattern"][path] = one["quant_type"]
+        if one["block_size"] != recorded["block_size"] and "block_size" in reads:
+            patterns["block_size_pattern"][path] = one["block_size"]
+        follows = one["quant_type"] == recorded["quant_type"] or (spec and spec.usual_double_quant)
+        usual = bool(recorded["double_quant"] and follows)
+        if one["double_quant"] != usual and "double_quant" in reads:
+            patterns["double_quant_pattern"][path] = str(one["double_quant"]).lower()
+    found = []
+    for setting, values in patterns.items():
+        if values or getattr(ours, setting):
+            listed = ",".join(f"{path}:{value}" for path, value in values.items())
+            found.append(f"'quant.{setting}={{{listed}}}'")
     return found
 
 

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from mens_exp.artifacts.adapter_v3 import LEVELS_EXPECTED, are_levels
 from mens_exp.config.backend import BACKEND_SPECS, FullConfig, ProxyConfig
 from mens_exp.config.fields import shown
 from mens_exp.config.lora import ADAPTERS
 from mens_exp.config.model import Checkpointing, ModelFamily, RandomModel
 from mens_exp.config.optim import ScheduleFreeConfig
-from mens_exp.config.quant import PATTERNS, ComputeDtype, names_for, names_made_again
+from mens_exp.config.quant import (
+    PATTERNS,
+    ComputeDtype,
+    levels_are_read,
+    names_for,
+    names_made_again,
+)
 from mens_exp.errors import ConfigError, expected_name
 
 if TYPE_CHECKING:
@@ -217,9 +224,23 @@ def quant_problems(config: RunConfig) -> Iterator[ConfigError]:
             found=", ".join(quant.skip),
             expected="each module once",
         )
+    yield from _levels(config)
     yield from _type_pattern(quant)
     if quant.is_quantized and name == "proxy":
         yield from _unused_by_the_proxy(quant)
+
+
+def _levels(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield the problem of levels that make no codebook."""
+    levels = config.quant.levels
+    if levels_are_read(config) and not are_levels(levels):
+        yield ConfigError(
+            "must be the levels of the codebook",
+            where="quant.levels",
+            found=levels,
+            expected=LEVELS_EXPECTED,
+            remedy="add quant.levels=[…], such as quant.levels=[-1,-0.4,0,0.4,1]",
+        )
 
 
 def _type_pattern(quant: QuantConfig) -> Iterator[ConfigError]:
