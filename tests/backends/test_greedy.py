@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from mens_exp.backends.generation import evaluating, greedy
+from mens_exp.backends import frozen_base
+from mens_exp.backends.generation import Answers, evaluating, greedy
 from mens_exp.data.batch import packed_batch
+from mens_exp.quant.bnb import binding_that_holds, quantized_linears
 
 F32 = "quant.compute_dtype=f32"
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15], [16]]
@@ -87,6 +91,60 @@ def test_a_prefix_that_all_have_is_read_once(backend, monkeypatch):
     read.clear()
     assert backend.generate(prompts, max_new_tokens=12, end_ids=NO_END, batch_size=1) == expected
     assert sum(read) == 17 + 6 + 3 * 11
+
+
+@pytest.mark.parametrize("quant", ["nf4", "fp4", "int8", "nf3", "uint4"])
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+def test_weights_are_dequantized_once_for_all_tokens(tiny_backend, monkeypatch, quant, dtype):
+    """Logits of every step are bitwise those of weights that are dequantized for each token.
+
+    Without free memory, nothing is kept; afterwards, nothing is kept either.
+    """
+    backend = tiny_backend(f"quant={quant}", f"quant.compute_dtype={dtype}", live=True)
+    logits = []
+
+    def taken(self, rows, logits_BV):
+        logits.append(logits_BV)
+        return take(self, rows, logits_BV)
+
+    take = Answers.take
+    monkeypatch.setattr(Answers, "take", taken)
+    kept = complete(backend, PROMPTS, limit=5)
+    layers = quantized_linears(backend.causal_lm)
+    asked = []
+    binding = type(binding_that_holds(next(iter(layers.values()))))
+    weight = binding.weight
+    monkeypatch.setattr(
+        binding,
+        "weight",
+        lambda self, layer, wanted: asked.append(layer) or weight(self, layer, wanted),
+    )
+    complete(backend, PROMPTS, limit=5)
+    assert Counter(map(id, asked)) == {id(layer): 1 for layer in layers.values()}
+    monkeypatch.setattr(frozen_base, "host_memory", lambda: (1 << 40, 1000))
+    asked.clear()
+    assert complete(backend, PROMPTS, limit=5) == kept
+    steps = len(logits) // 3
+    assert all(map(torch.equal, logits[:steps], logits[-steps:]))
+    assert not backend.weights.are_kept(next(iter(layers.values())))
+
+
+def test_the_head_is_not_copied_for_each_prompt(backend):
+    """No tensor has the head's weight once per prompt, as torch makes it for strided states."""
+    head = backend.causal_lm.get_output_embeddings().weight
+
+    class Sizes(TorchDispatchMode):
+        most = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            made = func(*args, **(kwargs or {}))
+            if isinstance(made, torch.Tensor):
+                self.most = max(self.most, made.untyped_storage().nbytes())
+            return made
+
+    with Sizes() as sizes:
+        complete(backend, PROMPTS * 4, limit=2)
+    assert 0 < sizes.most < 2 * head.nbytes
 
 
 def test_every_id_is_the_most_likely_next_one(backend, documents_of):

@@ -53,6 +53,7 @@ class FullBackend(NonPeftBackend, QloraBackend):
         self.stacks: list[Stack] = []
         self.dropouts = []
         self.inputs = []
+        self.weights = FrozenWeights()
         self.noise = noise_on(self.causal_lm, config)
 
     @property

@@ -177,6 +177,26 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
             module.training = training
 
 
+@contextmanager
+def _contiguous_head(model: Any) -> Iterator[None]:
+    """Inside the block, give the head contiguous states.
+
+    Those of the last token of each prompt are a strided view, for which torch would copy the head's
+    weight once per prompt.
+    """
+    head = model.get_output_embeddings()
+    if head is None:
+        yield
+        return
+    hook = head.register_forward_pre_hook(
+        lambda _, states: tuple(state.contiguous() for state in states)
+    )
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 def greedy(
     model: Any,
     prompts: Sequence[list[int]],
@@ -219,7 +239,7 @@ def greedy(
     )
     pending = sorted(range(len(prompts)), key=lambda row: (len(prompts[row]), prompts[row]))
     most = batch_size or len(prompts)
-    with torch.inference_mode(), evaluating(model), quiet():
+    with torch.inference_mode(), evaluating(model), quiet(), _contiguous_head(model):
         going: list[int] = []
         while going or pending:
             room = most - len(going)

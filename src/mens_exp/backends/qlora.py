@@ -110,10 +110,10 @@ class QloraBackend(torch.nn.Module):
         )
         adapted = [(one, self.layers[one.logical]) for one in plain]
         self.dropouts = self.method.dropouts(config, adapted)
-        weights = FrozenWeights()
-        weights.take_over(self.causal_lm)
+        self.weights = FrozenWeights()
+        self.weights.take_over(self.causal_lm)
         together = self.shape.family.verified
-        self.inputs = self.method.take_over(adapted, weights, together=together)
+        self.inputs = self.method.take_over(adapted, self.weights, together=together)
         self.noise = noise_on(self.causal_lm, config)
         self.use_kernels(reasons(config, on_gpu=device.type == "cuda"))
 
@@ -218,7 +218,7 @@ class QloraBackend(torch.nn.Module):
 
     def generate(self, prompts: Sequence[list[int]], **options: Any) -> list[list[int]]:
         """Continue prompts until an end id, a stop text or the limit; see :func:`greedy`."""
-        with self._compute():
+        with self._compute(), self.weights.dequantized_once(self.causal_lm, self.compute_dtype):
             return greedy(self.causal_lm, prompts, **options)
 
     def next_logits(self, ids: Sequence[int], cache: Any = None) -> tuple[torch.Tensor, Any]:

@@ -75,7 +75,7 @@ def look(accelerator: str) -> Machine:
             torch_cuda=cuda,
             libraries=libraries,
         )
-    total, free = _host_memory()
+    total, free = host_memory()
     model, flags = _processor()
     return Machine(
         kind="cpu",
@@ -166,7 +166,7 @@ def _processor() -> tuple[str, set[str] | None]:
     return name, set(flags.split()) if flags else None
 
 
-def _host_memory() -> tuple[int, int]:
+def host_memory() -> tuple[int, int]:
     """Return total and free memory, subject to the container's limits."""
     memory = psutil.virtual_memory()
     total, free = int(memory.total), int(memory.available)

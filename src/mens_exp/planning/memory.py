@@ -69,6 +69,8 @@ _CPU_KEPT = {"activations": 1.65, "attention scores": 1.0}
 _KERNELS_PER_SHAPE, _MOST_SHAPES = 24_000_000, 16
 # measured: the main job with its suite took 2.30 and 2.77 GB, against 2.0 by formula without it.
 _COMPLETIONS = 400_000_000
+# Bytes; the weights of a larger base are dequantized again for each token of a completion.
+MOST_DEQUANTIZED = 1 << 30
 _CPU_SPREAD = (0.15, 0.20)  # below and above; unverified guess beyond experiments/memory_model
 # unverified guess: no GPU was available. A CUDA context with its libraries takes about half a
 # gigabyte, and the caching allocator rounds up.
@@ -248,7 +250,7 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
         else _CUDA_FRAMEWORK,
     }
     if on_cpu:
-        components |= {"completions": _COMPLETIONS} if config.suite.spec.scores else {}
+        components |= _completions(config, shape, width) if config.suite.spec.scores else {}
         coded = frozen_linears(config, shape) - dense if config.quant.spec.keeps_codes else 0
         plain = shape.parameters - coded
         components["weights file, mapped"] = round(_MAPPED * plain + coded * bits / 8)
@@ -482,6 +484,14 @@ def trained_parameters(config: RunConfig, shape: Shape) -> int:
         return adapter_parameters(config.lora, shape) + learns * base
     d = shape.hidden_size
     return config.lora.r * (len(stack.middle) * 2 * d + shape.vocab_size + d)
+
+
+def _completions(config: RunConfig, shape: Shape, width: int) -> dict[str, int]:
+    """Return what answers of a suite take, with the weights that are dequantized for them."""
+    found = {"completions": _COMPLETIONS}
+    dequantized = frozen_linears(config, shape) * width
+    is_kept = config.backend.name == "qlora" and dequantized <= MOST_DEQUANTIZED
+    return found | ({"dequantized base, for completions": dequantized} if is_kept else {})
 
 
 def frozen_linears(config: RunConfig, shape: Shape) -> int:
