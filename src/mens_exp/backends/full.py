@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from mens_exp.backends.frozen_base import load_base, published_config
+from mens_exp.backends.frozen_base import FrozenWeights, load_base, published_config
 from mens_exp.backends.protocol import NonPeftBackend
 from mens_exp.backends.qlora import QloraBackend, noise_on
 from mens_exp.backends.saved_model import write_model
