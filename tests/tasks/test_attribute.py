@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from mens_exp import cli
 from mens_exp.artifacts.attribution import Attribution
@@ -11,7 +14,7 @@ from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.config.overrides import check
 from mens_exp.layout.shape import shape_of
-from mens_exp.layout.targets import quantized_modules
+from mens_exp.layout.targets import chosen, pattern_values, quantized_modules
 from mens_exp.planning.preflight import preflight
 
 
@@ -134,9 +137,62 @@ def test_a_mixture_is_suggested_as_an_override(attributed, rows_file):
     }
 
 
+def test_ranks_are_suggested_by_the_error_that_adapters_can_take_away(
+    attributed, rows_file, tiny_base
+):
+    """The oracle is numpy's SVD of the errors that bitsandbytes' functions leave, and a search.
+
+    No exchange of one rank for another takes away more, and the parameters are those of one rank.
+    """
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    run = attributed("attribute.rank=4")
+    record = Attribution.read(run.attribution)
+    found = record.suggestion["ranks"]
+    published = load_file(tiny_base.directory / "model.safetensors")
+    gains = {}
+    for one in record.modules:
+        weight = published[f"{one['path']}.weight"].to(torch.bfloat16).float()
+        stored = quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
+        lost = weight - dequantize_4bit(*stored).to(torch.bfloat16).float()
+        energy = np.linalg.svd(lost.double().numpy(), compute_uv=False) ** 2
+        gains[one["path"]] = one["kl"] * energy / energy.sum()
+    ranks, width = found["ranks"], {one["path"]: one["adapter_width"] for one in record.modules}
+    assert ranks.keys() == gains.keys()
+    budget = 4 * sum(width.values())
+    assert budget - max(width.values()) < found["parameters"] <= budget
+    assert found["parameters"] == sum(ranks[path] * width[path] for path in ranks)
+    assert found["parameters_uniform"] == budget
+    total = sum(one["kl"] for one in record.modules)
+    taken = sum(gains[path][: ranks[path]].sum() for path in ranks) / total
+    uniform = sum(own[:4].sum() for own in gains.values()) / total
+    assert (found["share"], found["share_uniform"]) == pytest.approx((taken, uniform), rel=1e-3)
+    assert found["share"] > found["share_uniform"]
+    for path, rank in ranks.items():
+        for other, theirs in ranks.items():
+            if other != path and theirs > 1 and width[other] >= width[path]:
+                assert (
+                    gains[path][rank]
+                    <= 1.001 * gains[other][theirs - 1] * width[path] / width[other]
+                )
+    base = ["model=tiny_llama", "trainer=cpu", "logger=none", "data=jsonl", "suite=none"]
+    checked = check([*base, f"data.path={rows_file}", *found["overrides"]])
+    assert checked.problems == ()
+    config = checked.cells[0].config
+    shape = shape_of(config.model)
+    modules = chosen(config.lora, shape)
+    assert pattern_values(config.lora.rank_pattern, modules, shape.family, config.lora.r) == ranks
+    alphas = pattern_values(config.lora.alpha_pattern, modules, shape.family, config.lora.alpha)
+    assert alphas == ranks
+    page = run.report.read_text("utf-8")
+    assert "train with the suggested ranks" in page
+    assert all(override in page for override in found["overrides"])
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
+        (["attribute.rank=65"], "at most 32, its smaller side"),
         (["quant=none"], "has no quantization error to attribute"),
         (["quant=int8"], "expected one of nf4, fp4, nf2"),
         (["quant.skip=[all_linear]"], "leaves nothing quantized"),

@@ -95,6 +95,11 @@ class Comparison(TypedDict):
     by_position: list[PositionRecord]
 
 
+def name_in_layer(path: str) -> str:
+    """Return a module's path in its layer (``mlp.up_proj``); two kinds may share the last name."""
+    return ".".join(path.split(".")[-2:])
+
+
 class Mixture(TypedDict):
     """The assignment of quantizers to modules with the lowest cost within a budget of bits.
 
@@ -116,8 +121,31 @@ class Mixture(TypedDict):
     whole: WholeRecord
 
 
+class Ranks(TypedDict):
+    """The assignment of ranks to adapters that takes away the most error with their parameters.
+
+    Attributes:
+        ranks: module path -> its rank.
+        overrides: targets, ranks and alphas as typed after ``python -m mens_exp``.
+        rule: the rule that chose them.
+        parameters: adapter parameters.
+        parameters_uniform: adapter parameters with ``attribute.rank`` in every module.
+        share: share of the summed KL that adapters of these ranks can take away, by the rule.
+        share_uniform: the same with ``attribute.rank`` in every module.
+    """
+
+    ranks: dict[str, int]
+    overrides: list[str]
+    rule: str
+    parameters: int
+    parameters_uniform: int
+    share: float
+    share_uniform: float
+
+
 class _SuggestedMixture(TypedDict, total=False):
     mixture: Mixture
+    ranks: Ranks
 
 
 class Suggestion(_SuggestedMixture):
@@ -135,6 +163,7 @@ class Suggestion(_SuggestedMixture):
         targets_share: the same for the modules named by `targets`.
         targets_cost: their adapter parameters relative to those of every module, at equal rank.
         mixture: alternative to `skip`; only if ``attribute.quant_types`` names further quantizers.
+        ranks: alternative to `targets`; only with ``attribute.rank``.
     """
 
     skip: list[str]

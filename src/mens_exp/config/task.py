@@ -170,6 +170,13 @@ class AttributeConfig:
         gt=0,
         le=1,
     )
+    rank: int | None = setting(
+        None,
+        "Mean rank of adapters: a lora.rank_pattern with as many adapter parameters is suggested, "
+        "by the error that low-rank adapters can take away; null suggests none.",
+        ge=1,
+        example="8",
+    )
     quant_types: list[QuantType] = setting(
         [],
         "Further quantizers to measure each module with; of these and the configured one, the "

@@ -11,13 +11,16 @@ O outputs and I inputs of a module.
 
 from __future__ import annotations
 
+import heapq
+import operator
 from collections import Counter
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from mens_exp.artifacts.attribution import name_in_layer
 from mens_exp.backends.frozen_base import hidden_states, logits
 from mens_exp.evals.logit_comparison import LogitComparison
 from mens_exp.quant.round_trip import Variant, activation_error, sqnr_db, stored_as
@@ -29,11 +32,15 @@ if TYPE_CHECKING:
         Comparison,
         Mixture,
         ModuleRecord,
+        Ranks,
         VariantError,
         WholeRecord,
     )
     from mens_exp.data.batch import Batch
     from mens_exp.layout.targets import LinearModule
+
+
+Choice = TypeVar("Choice", bound="str | int")
 
 
 class Replay:
@@ -372,27 +379,101 @@ def cheapest(
     return {one["path"]: names[place] for one, place in zip(modules, taken, strict=True)}
 
 
-def patterns(
-    modules: Sequence[ModuleRecord], chosen: Mapping[str, str], usual: str
-) -> dict[str, str]:
-    """Return the shortest ``quant.type_pattern`` for a choice of quantizers.
+def ranks_of(subject: Subject, modules: Sequence[ModuleRecord], mean_rank: int) -> Ranks:
+    """Choose the ranks of adapters by the quantization error that they can take away.
 
-    A kind (``mlp.up_proj``) has an entry if most of its modules share a quantizer other than the
+    The best approximation of an error matrix by one of rank r leaves the energy of all but its r
+    largest singular values (Eckart and Young, 1936).
+
+    Args:
+        subject: the model; its first variant is the configured one.
+        modules: the result of :func:`attribute_modules`.
+        mean_rank: rank of every module that takes as many adapter parameters; at most that of each.
+    """
+    configured, *_ = subject.variants
+    gains: list[list[float]] = []  # by module: KL of each of its singular values, falling
+    for one, record in zip(subject.modules, modules, strict=True):
+        weight_OI = subject.weight(one)
+        lost_OI = weight_OI - stored_as(weight_OI, configured.quant).values
+        energies = torch.linalg.svdvals(lost_OI).double().square()
+        shares = energies / energies.sum().clamp(min=torch.finfo(energies.dtype).tiny)
+        gains.append((shares * record["kl"]).tolist())
+    widths = [one["adapter_width"] for one in modules]
+    ranks = allocated(gains, widths, mean_rank * sum(widths))
+    usual = Counter(ranks).most_common(1)[0][0]
+    by_path = {one["path"]: rank for one, rank in zip(modules, ranks, strict=True)}
+    found = patterns(modules, by_path, usual)
+    listed = ",".join(f"{pattern}:{rank}" for pattern, rank in found.items())
+    targets = dict.fromkeys(name_in_layer(one["path"]) for one in modules)
+    total = sum(one["kl"] for one in modules) or 1.0
+    return {
+        "ranks": by_path,
+        "overrides": [
+            f"lora.targets=[{','.join(targets)}]",
+            *(f"lora.{name}={usual}" for name in ("r", "alpha")),
+            *(f"lora.{name}_pattern={{{listed}}}" for name in ("rank", "alpha") if found),
+        ],
+        "rule": (
+            "each module's KL is divided among the singular values of its quantization error by "
+            "their energy; from rank 1 in every module, ranks go to the largest remaining value "
+            f"per adapter parameter, until they have the parameters of rank {mean_rank} everywhere"
+        ),
+        "parameters": sum(map(operator.mul, ranks, widths)),
+        "parameters_uniform": mean_rank * sum(widths),
+        "share": sum(sum(own[:rank]) for own, rank in zip(gains, ranks, strict=True)) / total,
+        "share_uniform": sum(sum(own[:mean_rank]) for own in gains) / total,
+    }
+
+
+def allocated(gains: Sequence[Sequence[float]], costs: Sequence[int], budget: int) -> list[int]:
+    """Return the number of values that each module takes, at least one, within a budget.
+
+    Args:
+        gains: by module, the gain of each value, falling.
+        costs: by module, the cost of a value.
+        budget: what all of them may cost; enough for one value in each module.
+    """
+    taken = [1] * len(gains)
+    left = budget - sum(costs)
+    heap = [
+        (-own[1] / cost, at)
+        for at, (own, cost) in enumerate(zip(gains, costs, strict=True))
+        if len(own) > 1
+    ]
+    heapq.heapify(heap)
+    while heap:
+        _, at = heapq.heappop(heap)
+        if costs[at] > left:
+            continue  # a narrower module may still fit
+        left -= costs[at]
+        taken[at] += 1
+        if taken[at] < len(gains[at]):
+            heapq.heappush(heap, (-gains[at][taken[at]] / costs[at], at))
+    return taken
+
+
+def patterns(
+    modules: Sequence[ModuleRecord], chosen: Mapping[str, Choice], usual: Choice
+) -> dict[str, Choice]:
+    """Return the shortest ``quant.type_pattern`` or ``lora.rank_pattern`` for a choice.
+
+    A kind (``mlp.up_proj``) has an entry if most of its modules share a value other than the
     default; entries of modules that differ from their kind follow (``3.mlp.up_proj``).
 
     Args:
         modules: all quantized modules.
-        chosen: module path -> its quantizer.
-        usual: the default quantizer, for modules that no pattern matches.
+        chosen: module path -> its quantizer or rank.
+        usual: the default, for modules that no pattern matches.
     """
-    kinds: dict[str, dict[int, str]] = {}
+    kinds: dict[str, dict[int, Choice]] = {}
     for one in modules:
         _, _, inside = one["path"].partition(f".{one['layer']}.")
         kinds.setdefault(inside, {})[one["layer"]] = chosen[one["path"]]
-    of_kinds: dict[str, str] = {}
-    of_modules: dict[str, str] = {}
+    of_kinds: dict[str, Choice] = {}
+    of_modules: dict[str, Choice] = {}
     for inside, by_layer in kinds.items():
-        (most, _), *_ = Counter([*by_layer.values(), usual]).most_common()
+        many: Counter[Choice] = Counter([*by_layer.values(), usual])
+        (most, _), *_ = many.most_common()
         if most != usual:
             of_kinds[inside] = most
         of_modules |= {f"{n}.{inside}": name for n, name in by_layer.items() if name != most}

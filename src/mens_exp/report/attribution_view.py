@@ -143,6 +143,7 @@ def sections(record: Attribution) -> list[Section]:
             [Code("\n".join(one["overrides"])), Note(f"Rule: {one['rule']}.", Tone.QUIET)],
         ),
         *_mixture(record),
+        *_ranks(record),
         Section("4 bits against f32", [_positions(record)], lead="A report, not a tolerance."),
     ]
 
@@ -161,6 +162,14 @@ def _said(record: Attribution) -> Iterator[str]:
             f"{after['bits_per_parameter']:.3f} bits a parameter and has KL {_nats(after['kl'])}; "
             f"{record.configured} takes {before['bits_per_parameter']:.3f} and has "
             f"{_nats(before['kl'])}. Both KLs are of the tokens that it was chosen on."
+        )
+    ranks = record.suggestion.get("ranks")
+    if ranks is not None:
+        yield (
+            f"Suggested ranks: {min(ranks['ranks'].values())} to {max(ranks['ranks'].values())}. "
+            f"Adapters of these ranks can take away {wording.percent(ranks['share'])} of the "
+            f"summed KL by the rule below, and {wording.percent(ranks['share_uniform'])} with one "
+            "rank everywhere. Train with both before you rely on the difference."
         )
 
 
@@ -189,6 +198,29 @@ def _mixture(record: Attribution) -> Iterator[Section]:
             Note(f"Rule: {mixture['rule']}.", Tone.QUIET),
         ],
         lead="Instead of quant.skip above; its cost is in the table of all modules at once.",
+    )
+
+
+def _ranks(record: Attribution) -> Iterator[Section]:
+    found = record.suggestion.get("ranks")
+    if found is None:
+        return
+    ranks = {(one["kind"], one["layer"]): found["ranks"][one["path"]] for one in record.modules}
+    yield Section(
+        "Suggested ranks",
+        [
+            heat_map(
+                "ranks",
+                "Rank of each module's adapter",
+                "dark is high",
+                Grid(kinds=_kinds(record), layers=_layers(record), values=ranks),
+                spell=lambda value: f"{value:.0f}",
+            ),
+            Code("\n".join(found["overrides"])),
+            Note(f"Rule: {found['rule']}.", Tone.QUIET),
+        ],
+        lead="Instead of the lora.targets above, with as many adapter parameters as one rank "
+        "everywhere.",
     )
 
 

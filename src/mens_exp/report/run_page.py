@@ -239,6 +239,8 @@ def _after_attribution(typed: Sequence[str], found: Attribution) -> Iterator[Ste
     mixture = found.suggestion.get("mixture")
     if mixture is not None and mixture["overrides"]:
         choices = {"train on the suggested mixture": [*mixture["overrides"], targets], **choices}
+    if (ranks := found.suggestion.get("ranks")) is not None:
+        choices["train with the suggested ranks"] = ranks["overrides"]
     for why, chosen in choices.items():
         keys = {text.partition("=")[0] for text in chosen}
         kept = [

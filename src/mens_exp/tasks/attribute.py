@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.progress import Progress
 
-from mens_exp.artifacts.attribution import Attribution
+from mens_exp.artifacts.attribution import Attribution, name_in_layer
 from mens_exp.config.quant import unquantized
 from mens_exp.corpus.source import load_rows
 from mens_exp.corpus.split import Side
@@ -42,6 +42,7 @@ def attribute(config: RunConfig, run: Run) -> None:
         attribute_whole,
         mixture_of,
         parity_with,
+        ranks_of,
     )
     from mens_exp.quant.binding import compute_dtype
     from mens_exp.training.build import device_of
@@ -80,6 +81,8 @@ def attribute(config: RunConfig, run: Run) -> None:
     if subject.mixed:
         budget = config.attribute.bits or suggestion["bits_per_parameter"]
         suggestion["mixture"] = mixture_of(subject, modules, budget)
+    if config.attribute.rank is not None:
+        suggestion["ranks"] = ranks_of(subject, modules, config.attribute.rank)
     parity = parity_with(load_base(config, base, device), replay, config.attribute.position_bounds)
     record = Attribution(
         configured=configured,
@@ -200,7 +203,7 @@ def suggested(
     kinds, covered = _kinds(records, targets_share)
     adapted = [one for one in records if one["kind"] in kinds]
     skip = [*already, *(one["path"] for one in left_out)]
-    targets = list(dict.fromkeys(_last_names(one["path"]) for one in adapted))
+    targets = list(dict.fromkeys(name_in_layer(one["path"]) for one in adapted))
     return {
         "skip": skip,
         "targets": targets,
@@ -265,8 +268,3 @@ def _stored_bits(one: ModuleRecord, variant: str) -> float:
 
 def _extra_bits(one: ModuleRecord, variant: str, kept_bits: int) -> float:
     return kept_bits * one["parameters"] - _stored_bits(one, variant)
-
-
-def _last_names(path: str) -> str:
-    """Return the path within the layer (``mlp.up_proj``); two kinds may share the last name."""
-    return ".".join(path.split(".")[-2:])

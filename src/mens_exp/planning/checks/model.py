@@ -409,6 +409,7 @@ def check_quantization(config: RunConfig) -> Iterator[MensError]:
         )
     if stored and config.attribute.quant_types:
         yield from _mixture(config, shape)
+    yield from _mean_rank(config, shape)
     if quant.block_size is None and not quant.block_size_pattern:
         return  # _widths checks the default block size
     wide: dict[int, dict[str, int]] = {}  # by block
@@ -419,6 +420,19 @@ def check_quantization(config: RunConfig) -> Iterator[MensError]:
         listed = ", ".join(f"{kind} ({width})" for kind, width in kinds.items())
         where = "quant.block_size" if block == quant.block else "quant.block_size_pattern"
         yield blocks_straddle(where, f"{block} for {listed}", "a divisor of every width")
+
+
+def _mean_rank(config: RunConfig, shape: Shape) -> Iterator[ConfigError]:
+    """Yield a mean rank that a module is too small for."""
+    stored = quantized_modules(config.quant, shape)
+    sides = [min(one.out, one.width) for one in linear_modules(shape) if one.path in stored]
+    if config.attribute.rank is not None and config.attribute.rank > min(sides, default=0):
+        yield ConfigError(
+            "is more than the smallest module has",
+            where="attribute.rank",
+            found=config.attribute.rank,
+            expected=f"at most {min(sides, default=0)}, its smaller side",
+        )
 
 
 def _mixture(config: RunConfig, shape: Shape) -> Iterator[ConfigError]:
