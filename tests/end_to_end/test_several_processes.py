@@ -13,6 +13,7 @@ import threading
 import time
 
 import fork_server
+import numpy as np
 import planned_signals
 import psutil
 import pytest
@@ -68,6 +69,17 @@ def test_two_processes_take_the_course_of_one(alone, two):
     assert len(steps(two)) == 20
     digests = [(Manifest.read(run.manifest).contract or {})["digest"] for run in (alone, two)]
     assert digests[0] == digests[1]
+
+
+def test_two_processes_tune_norms_as_one_does(finished_with, train_in, tmp_path):
+    """Norms get their gradients from both processes, and one adapter is written."""
+    settings = (*F32, "lora=ln_tuning")
+    one, both = finished_with(*settings), train_in(tmp_path / "both", *settings, *TWO)
+    same_course(both, one)
+    ours, theirs = (read_adapter(run.adapter)[1] for run in (both, one))
+    assert ours.keys() == theirs.keys()
+    for name, values in theirs.items():
+        np.testing.assert_allclose(ours[name], values, rtol=1e-3, atol=1e-5)
 
 
 def test_weights_smoothing_and_noise_are_those_of_one_process(train_in, rows_file, tmp_path):

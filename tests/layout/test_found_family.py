@@ -11,7 +11,7 @@ from mens_exp.errors import ModelFileError
 from mens_exp.layout.checkpoint_files import read_directory
 from mens_exp.layout.families import FAMILIES, family_in
 from mens_exp.layout.shape import logical_name, shape_of
-from mens_exp.layout.targets import linear_modules
+from mens_exp.layout.targets import linear_modules, norm_modules
 
 SIZES = {
     "hidden_size": 64,
@@ -109,3 +109,42 @@ def test_weights_without_layers_are_refused(directory):
     without = {f"net.layers.{layer}.{path}.weight": None for layer in range(2) for path in LAYER}
     with pytest.raises(ModelFileError, match=r"unknown model_type.*nearest is llama"):
         family_in(directory(without, model_type="lama"))
+
+
+def test_norms_are_vectors_with_the_name_of_one(directory):
+    """One is in the first layer alone; a vector of another name and a matrix are no norms."""
+    made = directory(
+        {
+            "net.layers.0.attention.q_norm.weight": (16,),
+            "net.layers.1.norm.bias": (64,),
+            "net.layers.1.decay.weight": (64,),
+            "net.layers.1.norm_proj.weight": (64, 64),
+            "net.ln_f.weight": (64,),
+            "net.ln_f.bias": (64,),
+            "net.gate.weight": (64,),
+        }
+    )
+    found = norm_modules(shape_of(HfModel(id=str(made.path))))
+    assert {(one.logical, one.parameter, one.out) for one in found} == {
+        ("l0.q_norm", "net.layers.0.attention.q_norm.weight", 16),
+        ("l0.norm", "net.layers.0.norm.weight", 64),
+        ("l1.norm", "net.layers.1.norm.weight", 64),
+        ("l1.norm_bias", "net.layers.1.norm.bias", 64),
+        ("ln_f", "net.ln_f.weight", 64),
+        ("ln_f_bias", "net.ln_f.bias", 64),
+    }
+
+
+def test_norms_of_one_name_at_two_places_of_a_layer_are_called_by_their_paths(directory):
+    """The norm after the layers keeps its short name."""
+    twice = {f"net.layers.{layer}.mlp.norm.weight": (256,) for layer in range(2)}
+    made = directory(twice | {"net.norm.weight": (64,)})
+    found = norm_modules(shape_of(HfModel(id=str(made.path))))
+    assert {one.logical: one.out for one in found} == {
+        **{f"l{layer}.norm": 64 for layer in range(2)},
+        **{f"l{layer}.mlp_norm": 256 for layer in range(2)},
+        "norm": 64,
+    }
+    family = family_in(made)
+    assert all(family.logical_norm(one.path, "weight") == one.logical for one in found)
+    assert family.logical_norm("net.norm", "bias") is None

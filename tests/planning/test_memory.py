@@ -204,6 +204,8 @@ def test_components_move_with_what_they_depend_on(tiny_config, more, component, 
         ["quant=int8"],
         ["quant.compute_dtype=f32"],
         ["model=tiny_qwen2"],
+        ["lora=ln_tuning"],
+        ["lora=ln_tuning", "quant.compute_dtype=f32"],
     ],
 )
 def test_what_a_graph_keeps_is_what_is_planned(
@@ -211,8 +213,32 @@ def test_what_a_graph_keeps_is_what_is_planned(
 ):
     """The oracle is each tensor that autograd saves, for documents of 128 and 384 tokens; to 5%."""
     config = tiny_config("data.seq_len=512", *overrides)
+    found = kept_by(tiny_backend(*overrides, live=True).train(), random_documents([128, 384]))
+    planned = of(config, shape_of(config.model), Documents(longest=384, typical=128)).components
+    assert found == pytest.approx(planned["activations"] + planned["attention scores"], rel=0.05)
+
+
+def test_a_norm_that_keeps_its_input_anyway_keeps_no_more_when_it_is_tuned(
+    tiny_config, tiny_backend, random_documents
+):
+    """So does torch's LayerNorm; the oracle is autograd's hooks, with two norms tuned and with all.
+
+    The first norm is tuned in both, so that both graphs begin there. A copy of each vector in bf16
+    comes on top.
+    """
+    both = [("model=tiny_gpt2", "lora=ln_tuning", f"lora.targets=[{t}]") for t in ("ln_1", "norms")]
     documents = random_documents([128, 384])
-    backend = tiny_backend(*overrides, live=True).train()
+    two, every = (kept_by(tiny_backend(*overrides).train(), documents) for overrides in both)
+    assert every == two + 3 * 2 * 64 * 2  # three norms more, of a weight and a bias
+    planned = [
+        of(config, shape_of(config.model)).components["activations"]
+        for config in (tiny_config(*overrides) for overrides in both)
+    ]
+    assert planned[0] == planned[1]
+
+
+def kept_by(backend, documents):
+    """Return the bytes that autograd saves for two documents, without weights."""
     kept = {}
 
     def keep(tensor):
@@ -224,10 +250,8 @@ def test_what_a_graph_keeps_is_what_is_planned(
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         hidden = backend(packed_batch(documents, [[0, 1]], index=0))
     assert hidden.requires_grad
-    planned = of(config, shape_of(config.model), Documents(longest=384, typical=128)).components
     frozen = {p.untyped_storage().data_ptr() for p in backend.parameters()}
-    found = sum(size for place, size in kept.items() if place not in frozen)
-    assert found == pytest.approx(planned["activations"] + planned["attention scores"], rel=0.05)
+    return sum(size for place, size in kept.items() if place not in frozen)
 
 
 def test_default_job_is_predicted_as_measured():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def fill_b(backend, std=0.1):
-    """Fill every B with draws from the CPU, equal on each device; return the backend."""
+    """Fill every B, and move tuned norms, by draws from the CPU; return the backend."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -12,4 +12,7 @@ def fill_b(backend, std=0.1):
         if name.endswith("lora_b"):
             draws = torch.empty(parameter.shape).normal_(std=std, generator=generator)
             parameter.data.copy_(draws)
+        elif name.endswith("ln_tuning"):
+            draws = torch.empty(parameter.shape).normal_(std=std, generator=generator)
+            parameter.data.add_(draws.to(parameter.device))
     return backend

@@ -187,6 +187,7 @@ CHOICES = {
     "lr_range": ("schedule=lr_range", "schedule.warmup_steps=null"),
     "adafactor": ("optim=adafactor", "schedule=one_cycle"),
     "ia3": ("lora=ia3", "optim=sgd"),
+    "ln_tuning": ("lora=ln_tuning",),
     "loha": ("lora=loha",),
     "lokr": ("lora=lokr", "lora.r=3"),
     "adalora": ("lora=adalora", "lora.target_r=4", "lora.settle_steps=2"),

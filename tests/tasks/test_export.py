@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 
 import numpy as np
 import pytest
@@ -36,7 +37,8 @@ def logits(base, directory):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    with quiet(), tied_head_is_meant():
+    with quiet(), tied_head_is_meant(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Unsupported layer type")  # PEFT, of norms
         model = AutoModelForCausalLM.from_pretrained(base.directory, dtype=torch.float32)
         tuned = PeftModel.from_pretrained(model, directory).eval()
     with torch.inference_mode():
@@ -57,6 +59,27 @@ def test_a_runs_adapter_leaves_as_peft(finished, tiny_base, export, tmp_path):
     assert record.results["tensors_sha256"] == sha256_file(there / "adapter_model.safetensors")
     assert record.results["parameters"] == sum(
         values.size for values in read_adapter(finished.adapter)[1].values()
+    )
+
+
+def test_tuned_norms_leave_in_pefts_form_alone(finished_with, tiny_base, export, tmp_path):
+    """PEFT computes the same from the export as from the run; other forms are refused at once."""
+    run = finished_with("lora=ln_tuning", "optim.lr=1e-2")
+    for form, said in (
+        ("v2", "tuned norms are not a delta"),
+        ("v3", "export it with format=peft"),
+        ("vllm", "vLLM loads LoRA adapters alone"),
+        ("ollama", "choose ollama.form=merged"),
+    ):
+        more = ["ollama.form=adapter"] if form == "ollama" else []
+        assert said in " ".join(export(f"path={run.path}", f"format={form}", *more, code=2).split())
+        assert list((tmp_path / "here").iterdir()) == []
+    export(f"path={run.path}", "format=peft", "out=there", "hydra.run.dir=own")
+    found, own = (logits(tiny_base, one) for one in (tmp_path / "here" / "there", run.peft))
+    np.testing.assert_array_equal(found, own)
+    _, tensors = read_adapter(run.adapter)
+    assert Manifest.read(tmp_path / "here" / "own" / "manifest.json").results["parameters"] == sum(
+        values.size for values in tensors.values()
     )
 
 

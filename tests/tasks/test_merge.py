@@ -34,6 +34,7 @@ FORMS = {
     "pissa, rslora": ["lora.init=pissa", "lora.r=4", "lora.variant=rslora"],
     "loftq": ["lora.init=loftq", "lora.loftq_iters=2", "lora.r=4"],
     "ia3": ["lora=ia3"],
+    "ln_tuning": ["lora=ln_tuning"],
     "loha": ["lora=loha", "lora.alpha=12"],
     "lokr": ["lora=lokr", "lora.r=3", "lora.alpha=12"],
     "adalora": ["lora=adalora", "lora.alpha=24"],
@@ -44,6 +45,7 @@ FORMS = {
 }
 MERGED = [(family, kind) for family in FAMILIES for kind in KINDS]
 MERGED += [("llama", form) for form in FORMS]
+MERGED += [(family, "ln_tuning") for family in ("gpt2", "gemma3_text", "olmo2")]
 
 
 def graph_on(directory, config, *, std=0.05):
@@ -58,7 +60,7 @@ def graph_on(directory, config, *, std=0.05):
             parameter.data.mul_(1 + 0.1 * torch.rand(parameter.shape, generator=generator))
         elif name.endswith(
             (
-                *("ia3_l", "hada_w2_b", "lokr_w1", "adalora_e"),
+                *("ia3_l", "ln_tuning", "hada_w2_b", "lokr_w1", "adalora_e"),
                 *("vera_lambda_b", "randlora_lambda", "oft_r_weight"),
             )
         ):
@@ -135,6 +137,28 @@ def test_the_merged_model_is_the_trained_one(
     made = merge(written(graph, config, tmp_path / "adapter"), base, tmp_path / "merged")
     assert made["base"] == ("original" if form == "lora" else "dequantized")
     assert largest_difference(graph, loaded(tmp_path / "merged"), document) <= 1e-4
+
+
+@pytest.mark.parametrize("mode", ["full", "subset"])
+def test_weights_and_biases_of_norms_are_merged_and_compared_one_by_one(
+    mode, family_base, tiny_config, merge, tmp_path
+):
+    """Every model of the certificate is the trained one, and a subset has the tuned values."""
+    base = family_base("gpt2").directory
+    config = tiny_config(F32, "backend=lora", "lora=ln_tuning")
+    graph = graph_on(base, config)
+    out = tmp_path / "merged"
+    made = merge(written(graph, config, tmp_path / "adapter"), base, out, f"merge.mode={mode}")
+    certificate = json.loads(RunDir(tmp_path / "merged_record").parity.read_text("utf-8"))
+    compared = certificate["comparisons"]
+    assert set(compared) == ({"written", "original_merged"} if mode == "full" else {"written"})
+    assert all(one["max_kl"] < 1e-9 for one in compared.values())
+    held = load_file(out if mode == "subset" else out / "model.safetensors")
+    for one in graph.modules_chosen:
+        tuned = graph.layers[one.logical].ln_tuning
+        assert torch.equal(held[made["merged_keys"][one.logical]], tuned)
+    if mode == "subset":
+        assert len(held) == len(graph.modules_chosen) == 10
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

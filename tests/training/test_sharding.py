@@ -54,8 +54,14 @@ def in_two(
 
 @pytest.mark.parametrize(
     "overrides",
-    [QLORA, (*QLORA, "model.gradient_checkpointing=on"), (*QLORA, "lora.variant=dora"), LORA],
-    ids=["qlora", "recomputed", "dora", "lora"],
+    [
+        QLORA,
+        (*QLORA, "model.gradient_checkpointing=on"),
+        (*QLORA, "lora.variant=dora"),
+        LORA,
+        (*QLORA, "lora=ln_tuning"),
+    ],
+    ids=["qlora", "recomputed", "dora", "lora", "tuned norms"],
 )
 def test_parts_compute_what_the_whole_does(in_two, overrides):
     """Hidden states with dropout, gradients, base loss, answers, facts and adapter agree."""

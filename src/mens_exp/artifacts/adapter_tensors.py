@@ -47,6 +47,7 @@ class AdapterForm:
             or others that :meth:`sizes` derives from these.
         root_scale: whether the scale of ``B A`` is ``alpha / sqrt(r)`` instead of ``alpha / r``.
         no_delta: reason why the tensors do not encode an update ``s · B A``; None if they do.
+        exports: whether PEFT's form is written of them although they encode none.
         shares: whether the update also needs random matrices that all layers share.
         in_peft: whether only PEFT can apply the tensors; a record describes their sizes.
     """
@@ -55,6 +56,7 @@ class AdapterForm:
     tensors: dict[str, tuple[str, ...]]
     root_scale: bool = False
     no_delta: str | None = None
+    exports: bool = False
     shares: bool = False
     in_peft: bool = False
 
@@ -107,6 +109,17 @@ class AdapterForm:
         return sizes.get("out"), sizes.get("in")
 
 
+class _Vector(AdapterForm):
+    """New values of a vector of the base."""
+
+    def weight_shape(
+        self, layer: str, shapes: Mapping[str, tuple[int, ...]]
+    ) -> tuple[int | None, ...]:
+        """Return the shape of the tensor itself."""
+        (name,) = self.tensors
+        return shapes[f"{layer}.{name}"]
+
+
 class _Lokr(AdapterForm):
     """LoKr's Kronecker product; outputs and inputs of the layer are each split into two factors."""
 
@@ -145,11 +158,18 @@ FORMS = {
             tensors={**HALVES, MAGNITUDE: ("out",)},
             no_delta="DoRA is not a delta: it sets the length of each row of the weight that it "
             "changes",
+            exports=True,
         ),
         AdapterForm(
             name="ia3",
             tensors={"ia3_l": ("out",)},
             no_delta="(IA)³ is not a delta: it multiplies the rows of the weight that it changes",
+        ),
+        _Vector(
+            name="ln_tuning",
+            tensors={"ln_tuning": ("out",)},
+            no_delta="tuned norms are not a delta: their values replace those of the base",
+            exports=True,
         ),
         AdapterForm(
             name="loha",

@@ -23,7 +23,6 @@ import numpy as np
 
 from mens_exp.artifacts.adapter_tensors import (
     FORMS,
-    MAGNITUDE,
     SIZES,
     AdapterForm,
     TensorFile,
@@ -568,7 +567,7 @@ def portable(
 
 def _refuse_no_delta(manifest: AdapterManifest) -> None:
     if manifest.form.no_delta is not None:
-        other = "export it with format=peft, or " if MAGNITUDE in manifest.form.tensors else ""
+        other = "export it with format=peft, or " if manifest.form.exports else ""
         raise DataError(
             manifest.form.no_delta,
             where="mens_exp.variant",

@@ -58,8 +58,9 @@ def place_adapter(
         SetupError: the method cannot be used, or adapted other modules than the requested ones.
     """
     stacks = stacks_of(modules)
-    plain = [one for one in modules if one.stack is None]
+    plain = [one for one in modules if one.stack is None and one.norm is None]
     _refuse_absent(plain, _linear_paths(model), family)
+    _refuse_other_norms(model, [one for one in modules if one.norm is not None])
     _refuse_other_experts(model, stacks, weights, without_experts(family, modules))
     sizes = [(one.out, one.width) for one in modules]
     method = method_of(lora.spec).sharing(lora.spec.projections(lora, sizes))
@@ -128,6 +129,25 @@ def _refuse_absent(modules: Sequence[LinearModule], paths: Iterable[str], family
             expected="linear layers, of which routers and stacked experts are none",
             remedy=other_targets(family, there, absent),
         )
+
+
+def _refuse_other_norms(model: Any, modules: Sequence[LinearModule]) -> None:
+    """Refuse vectors of norms that the loaded model does not have, or that have another size.
+
+    Raises:
+        ConfigError: one is absent.
+    """
+    vectors = dict(model.named_parameters()) if modules else {}
+    for one in modules:
+        found = vectors.get(one.parameter)
+        if found is None or tuple(found.shape) != (one.out,):
+            raise ConfigError(
+                "the loaded model does not have the norms that its checkpoint names",
+                where="lora.targets",
+                found=f"{one.parameter}: {'absent' if found is None else list(found.shape)}",
+                expected=f"[{one.out}]",
+                remedy="name norms of the model in lora.targets, or choose lora=all_linear",
+            )
 
 
 def other_targets(family: Family, there: Sequence[str], absent: Sequence[str] = ()) -> str:

@@ -297,13 +297,13 @@ class QloraBackend(torch.nn.Module):
 
         Args:
             logical: the layer's name, or that of a stack of experts.
-            weight: ``[O, I]``, or ``[E, O, I]`` of all experts.
+            weight: ``[O, I]``, ``[E, O, I]`` of all experts, or ``[O]`` of a norm.
         """
         layer = self.layers[logical]
         tensors = {
             name: one.detach().to(weight) for name, one in self.method.parameters(layer).items()
         }
-        of = self.method.weight if weight.dim() == _MATRIX else self.method.expert_weights
+        of = self.method.weight if weight.dim() <= _MATRIX else self.method.expert_weights
         return of(weight, tensors, scale=self.method.scale(layer))
 
     def start_from(self, logical: str, pair: Pair) -> None:

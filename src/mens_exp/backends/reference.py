@@ -23,6 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from mens_exp.backends.frozen_base import MODEL_CODE_ERRORS, published_config
 from mens_exp.backends.lora import ADAPTER, PEFT_LORA
 from mens_exp.errors import ModelFileError
+from mens_exp.layout.norms import VALUES
+from mens_exp.lora.norms import TunedNorm
 from mens_exp.model.quiet import quiet
 from mens_exp.objective.causal import CrossEntropy
 from mens_exp.quant.bnb import quantized_linears, values_of
@@ -240,6 +242,9 @@ def _reference(backend: QloraBackend) -> tuple[Any, dict[str, torch.Tensor]]:
     leaves: dict[str, torch.Tensor] = {}
     for path, module in list(model.named_modules()):
         other = _same_place(ours, path, experts)
+        if isinstance(other, TunedNorm):
+            leaves |= _tuned(module, other, adapted)
+            continue
         logical = adapted.get(id(other))
         base = other.get_base_layer() if logical is not None else other
         made = module
@@ -286,6 +291,19 @@ def _share(module: torch.nn.Module, base: Any) -> None:
         for name, tensor in own.items():
             if isinstance(tensor, torch.Tensor) and theirs.get(name) is not None:
                 own[name] = theirs[name]
+
+
+def _tuned(
+    norm: torch.nn.Module, ours: TunedNorm, adapted: Mapping[int, str]
+) -> dict[str, torch.Tensor]:
+    """Give a norm its tuned values as parameters, and return them by logical name."""
+    _share(norm, ours.base_layer)
+    found: dict[str, torch.Tensor] = {}
+    for vector, tuned in ours.tuned.items():
+        values = torch.nn.Parameter(tuned.ln_tuning.detach().clone())
+        norm.register_parameter(vector, values)
+        found[f"{adapted[id(tuned)]}.{VALUES}"] = values
+    return found
 
 
 class _Dequantized(torch.nn.Module):

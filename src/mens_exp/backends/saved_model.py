@@ -121,7 +121,9 @@ def manifest_of(
             "base_quant": config.quant.quant_type.value,
             "double_quant": config.quant.double_quant,
         },
-        base_key_map={one.logical: base_key(one.path, family, keys) for one in modules},
+        base_key_map={
+            one.logical: base_key(one.path, family, keys, one.norm or "weight") for one in modules
+        },
         layer_order=[one.logical for one in modules],
         vocab=shape.vocab_size,
         d_model=shape.hidden_size,

@@ -53,6 +53,7 @@ class AdapterSpec:
         not_on_biased: why it cannot adapt a layer with a bias; None if it can.
         allocates: whether training prunes ranks to a budget shared by all layers.
         not_sharded: why layers cannot be sharded across processes; None if they can.
+        on_norms: whether it adapts the vectors of norms instead of linear modules.
     """
 
     name: str
@@ -70,6 +71,7 @@ class AdapterSpec:
     not_on_biased: str | None = None
     allocates: bool = False
     not_sharded: str | None = None
+    on_norms: bool = False
 
     def fits(self, settings: LoraConfig) -> bool:
         """Return whether the group has the settings that the method reads."""
@@ -225,6 +227,15 @@ class _Lokr(_WholeUpdate):
         return (max(factors(out)[1], factors(width)[1]) - 1) // 2
 
 
+class _LnTuning(AdapterSpec):
+    """LN tuning, which PEFT has too."""
+
+    @property
+    def has_peft_view(self) -> bool:
+        """True: PEFT has a type for it."""
+        return True
+
+
 class _Adalora(AdapterSpec):
     """AdaLoRA, which has a diagonal factor between A and B."""
 
@@ -352,6 +363,12 @@ _BUILT_IN: dict[str, AdapterSpec] = {
             method="mens_exp.lora.peft_methods:IA3",
             form=FORMS["ia3"],
             not_on_biased="(IA)³ multiplies the bias too, and a merge changes weights alone",
+        ),
+        _LnTuning(
+            name="ln_tuning",
+            method="mens_exp.lora.norms:LN_TUNING",
+            form=FORMS["ln_tuning"],
+            on_norms=True,
         ),
         _WholeUpdate(
             name="loha",
@@ -496,6 +513,7 @@ class LoraVariant(Enum):
     rslora = "rslora"
     dora = "dora"
     ia3 = "ia3"
+    ln_tuning = "ln_tuning"
     loha = "loha"
     lokr = "lokr"
     adalora = "adalora"
@@ -544,8 +562,8 @@ class LoraConfig:
     targets: list[str] = setting(
         MISSING,
         "Modules that get an adapter: groups (attention, qkv, qv, o_proj, mlp, experts, "
-        "all_linear, lm_head), last names of modules (q_proj, self_attn.q_proj), or globs over a "
-        "module's whole path ('*.layers.1?.mlp.*').",
+        "all_linear, lm_head; norms in ln_tuning), last names of modules (q_proj, "
+        "self_attn.q_proj), or globs over a module's whole path ('*.layers.1?.mlp.*').",
         aliases={
             "lora_target": "LLaMA-Factory",
             "lora_target_modules": "Axolotl and TRL",
@@ -583,7 +601,8 @@ class LoraConfig:
         LoraVariant.lora,
         "lora; rslora, whose scale is alpha / sqrt(r) (arXiv:2312.03732); dora, which learns the "
         "magnitude of each output's weights separately (arXiv:2402.09353); ia3, a factor for each "
-        "output (arXiv:2205.05638); loha, the elementwise product of two low-rank matrices "
+        "output (arXiv:2205.05638); ln_tuning, the weights and biases of norms themselves "
+        "(arXiv:2312.11420); loha, the elementwise product of two low-rank matrices "
         "(arXiv:2108.06098); lokr, their Kronecker product (arXiv:2309.14859); adalora, "
         "which takes ranks from the layers that need them least (arXiv:2303.10512); vera, factors "
         "on random projections that all layers share (arXiv:2310.11454); randlora, factors on "

@@ -29,7 +29,7 @@ from mens_exp.config.task import ExportFormat
 from mens_exp.errors import DataError, Problems, RequestError
 from mens_exp.layout import peft_adapter
 from mens_exp.layout.peft_adapter import is_peft, manifest_of, read_peft, write_peft
-from mens_exp.layout.targets import linear_modules
+from mens_exp.layout.targets import adaptable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -279,10 +279,10 @@ def config_of_adapter(
 
 
 def _lora(manifest: AdapterManifest, shape: Shape) -> LoraConfig:
-    path_of = {one.logical: one.stack or one.path for one in linear_modules(shape)}
-    ranks = {path_of[layer]: manifest.rank_of(layer) for layer in manifest.layer_order}
     spec = ADAPTERS.known(manifest.variant)
     assert spec is not None, "the caller has asked whether it can be merged"
+    path_of = {one.logical: one.stack or one.path for one in adaptable(spec, shape)}
+    ranks = {path_of[layer]: manifest.rank_of(layer) for layer in manifest.layer_order}
     has_rank = "rank_pattern" in spec.settings
     schema = PassthroughConfig if manifest.peft_config else spec.schema or LoraConfig
     found = schema(

@@ -262,7 +262,13 @@ def _config_of(adapter: Path) -> dict[str, Any]:
     path = adapter / _PEFT_CONFIG
     config = parse_json(read_bytes(path), str(path))
     if not isinstance(config, dict) or not isinstance(config.get("r"), int):
-        raise DataError("is not a configuration of a LoRA adapter", where=str(path))
+        raise DataError(
+            "is not a configuration of a LoRA adapter",
+            where=str(path),
+            found=config.get("peft_type") if isinstance(config, dict) else None,
+            expected="LORA, the only type that vLLM serves as an adapter",
+            remedy=_MERGE,
+        )
     return config
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import warnings
 from collections import defaultdict
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from mens_exp.config.task import BudgetConfig
     from mens_exp.export.certificate import Probe
     from mens_exp.layout.adapter_base import Place
+    from mens_exp.layout.targets import LinearModule
     from mens_exp.lora.method import Change
     from mens_exp.model.sources import BaseModel
 
@@ -171,8 +173,8 @@ def merged(
             for one in (one for one in backend.modules_chosen if one.stack is None):
                 if one.logical == HEAD:
                     _untie(model)
-                weight_OI = _get(model, one.path).double()
-                _put(model, one.path, backend.merged(one.logical, weight_OI).float())
+                weight_OI = _get(model, one).double()
+                _put(model, one.path, backend.merged(one.logical, weight_OI).float(), one.norm)
             for stack in backend.stacks:
                 weight_EOI = model.get_parameter(stack.path)
                 weight_EOI.copy_(backend.merged(stack.logical, weight_EOI.double()))
@@ -189,15 +191,15 @@ def with_tensors(
         config: configuration of the run.
         base: the published model.
         file: file of the replacement weights, in the base's storage layout.
-        names: name in the file by module path.
+        names: name in the file by path of the parameter.
         tied: whether a replaced head is also the input embedding.
     """
     model = _dense(config, base, torch.device("cpu"))
     with torch.no_grad(), safe_open(file, framework="pt") as stored:
         for path, name in names.items():
-            if path == HEAD and not tied:
+            if path == f"{HEAD}.weight" and not tied:
                 _untie(model)
-            model.get_submodule(path).weight.copy_(stored.get_tensor(name))
+            model.get_parameter(path).copy_(stored.get_tensor(name))
     yield functools.partial(trace, model)
 
 
@@ -213,7 +215,9 @@ def from_peft(directory: Path, config: RunConfig, base: BaseModel) -> Iterator[F
     from peft import PeftModel
 
     model = load_base(config, base, torch.device("cpu"))
-    with quiet():
+    with quiet(), warnings.catch_warnings():
+        # PEFT's model of tuned norms says so of each norm, in which it then finds no features.
+        warnings.filterwarnings("ignore", message="Unsupported layer type")
         adapted = PeftModel.from_pretrained(model, str(directory))
     yield functools.partial(trace, adapted.get_base_model())
 
@@ -237,15 +241,15 @@ def _is_transposed(module: Any) -> bool:
     return isinstance(module, Conv1D)
 
 
-def _get(model: Any, path: str) -> torch.Tensor:
-    module = model.get_submodule(path)
-    weight: torch.Tensor = module.weight
-    return weight.T if _is_transposed(module) else weight
+def _get(model: Any, one: LinearModule) -> torch.Tensor:
+    weight: torch.Tensor = model.get_parameter(one.parameter)
+    return weight.T if _is_transposed(model.get_submodule(one.path)) else weight
 
 
-def _put(model: Any, path: str, weight_OI: torch.Tensor) -> None:
+def _put(model: Any, path: str, weight_OI: torch.Tensor, vector: str | None = None) -> None:
     module = model.get_submodule(path)
-    module.weight.copy_(weight_OI.T if _is_transposed(module) else weight_OI)
+    values = weight_OI.T if _is_transposed(module) else weight_OI
+    module.get_parameter(vector or "weight").copy_(values)
 
 
 @contextmanager

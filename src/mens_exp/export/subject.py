@@ -234,7 +234,7 @@ def conversion_problems(config: RunConfig, given: Iterable[str]) -> list[MensErr
         found += _without_effect(config, conversion, given)
         manifest, tensors = read(conversion.place, conversion.base, conversion.quant)
         if form_of(config) is ExportFormat.peft:
-            return found
+            return found + list(_no_lora(config, manifest))
         light, _ = portable(manifest, tensors)
         if config.format is ExportFormat.v2:
             base = conversion.base
@@ -244,6 +244,21 @@ def conversion_problems(config: RunConfig, given: Iterable[str]) -> list[MensErr
     except MensError as error:
         found.append(error)
     return found
+
+
+def _no_lora(config: RunConfig, manifest: AdapterManifest) -> Iterator[RequestError]:
+    """Yield a problem if a program that loads LoRA adapters alone should load another method's."""
+    if config.format is not ExportFormat.peft and not manifest.form.has_pair:
+        program = {ExportFormat.vllm: "vLLM", ExportFormat.ollama: "Ollama"}[config.format]
+        yield RequestError(
+            f"{program} loads LoRA adapters alone",
+            where="path",
+            found=manifest.variant,
+            expected="an adapter with matrices A and B, or the merged model",
+            remedy="choose ollama.form=merged"
+            if config.format is ExportFormat.ollama
+            else "write the merged model with format=hf, which vLLM serves",
+        )
 
 
 def _without_effect(

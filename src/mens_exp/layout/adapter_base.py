@@ -20,7 +20,7 @@ from mens_exp.layout.families import FAMILIES
 from mens_exp.layout.model_cache import ready_directory
 from mens_exp.layout.prequantized import CODES
 from mens_exp.layout.shape import HEAD, base_key, shape_of
-from mens_exp.layout.targets import linear_modules, weight_shape
+from mens_exp.layout.targets import every_module, weight_shape
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -56,7 +56,7 @@ class AdapterBase:
     @cached_property
     def modules(self) -> dict[str, LinearModule]:
         """Every module that can get an adapter, by logical name, in the model's order."""
-        return {one.logical: one for one in linear_modules(self.shape)}
+        return {one.logical: one for one in every_module(self.shape)}
 
     @property
     def embed_key(self) -> str:
@@ -65,7 +65,8 @@ class AdapterBase:
 
     def key_of(self, layer: str) -> str:
         """Return the key of a logical layer's weight."""
-        return base_key(self.modules[layer].path, self.shape.family, self.keys)
+        module = self.modules[layer]
+        return base_key(module.path, self.shape.family, self.keys, module.norm or "weight")
 
     def problems(
         self, manifest: AdapterManifest, tensors: Mapping[str, npt.NDArray[np.float32]], where: str
@@ -152,10 +153,8 @@ def base_of(model: ModelConfig, cache: Path) -> AdapterBase:
 
 def _usual_keys(shape: Shape) -> set[str]:
     """Return the keys under which transformers saves a model of these dimensions."""
-    paths = {one.path for one in linear_modules(shape)} | {shape.family.embedding}
-    if shape.tied:
-        paths.discard(HEAD)
-    return {f"{path}.weight" for path in paths}
+    keys = {one.parameter for one in every_module(shape)} | {f"{shape.family.embedding}.weight"}
+    return keys - {f"{HEAD}.weight"} if shape.tied else keys
 
 
 def _of_another_base(where: str, found: object, expected: str) -> DataError:

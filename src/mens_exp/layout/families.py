@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.errors import ModelFileError, expected_name
+from mens_exp.layout.norms import RMS, SANDWICH, Norm, norms_in, of_heads
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -141,9 +142,9 @@ class Family:
         keys: dimension -> its name in config.json.
         tied: whether the head is tied to the embedding by default.
         head_dim: default width of a head; None is hidden_size / heads.
-        norms: sizes of the trained vectors of the norms in a layer; those of queries and keys are
-            ``q`` and ``kv``, or that of one head, ``h``.
-        last_norm: the same, for the norm after the last layer.
+        norms: the norms in a layer; the size of those of queries and keys is ``q`` and ``kv``, or
+            that of one head, ``h``.
+        outer_norms: the norms outside of the layers; in the table, the one after the last layer.
         biased: logical names of the projections that have a bias.
         learned_positions: whether positions are a table of weights.
         transposed: whether checkpoints store these weights as ``[in, out]`` (transformers' Conv1D).
@@ -168,23 +169,44 @@ class Family:
     keys: Mapping[str, str] = field(default_factory=lambda: _KEYS)
     tied: bool = False
     head_dim: int | None = None
-    norms: tuple[str, ...] = ("d", "d")
-    last_norm: tuple[str, ...] = ("d",)
+    norms: tuple[Norm, ...] = RMS
+    outer_norms: tuple[Norm, ...] = (Norm(path="model.norm"),)
     biased: tuple[str, ...] = ()
     learned_positions: bool = False
     transposed: bool = False
     sizes: Mapping[str, int] = field(default_factory=dict)
     verified: bool = True
 
+    def logical_norm(self, path: str, vector: str) -> str | None:
+        """Return the logical name of a norm's vector, such as ``l3.ln_1_bias``; None if unknown.
+
+        Args:
+            path: path of the module.
+            vector: ``weight`` or ``bias``.
+        """
+        layer, _, inside = path.removeprefix(f"{self.layers}.").partition(".")
+        for one in self.outer_norms:
+            if one.path == path and vector in one.vectors:
+                return one.logical(vector)
+        for one in self.norms:
+            if one.path == inside and layer.isdigit() and vector in one.vectors:
+                return f"l{layer}.{one.logical(vector)}"
+        return None
+
 
 _ALL = (
     Family(model_type="llama"),
     Family(model_type="mistral"),
     Family(model_type="qwen2", biased=("q", "k", "v")),
-    Family(model_type="qwen3", head_dim=128, norms=("d", "d", "h", "h")),
-    Family(model_type="gemma2", tied=True, head_dim=256, norms=("d",) * 4),
-    Family(model_type="gemma3_text", tied=True, head_dim=256, norms=("d",) * 4 + ("h", "h")),
-    Family(model_type="olmo2", norms=("d", "d", "q", "kv")),
+    Family(model_type="qwen3", head_dim=128, norms=(*RMS, *of_heads("h", "h"))),
+    Family(model_type="gemma2", tied=True, head_dim=256, norms=SANDWICH),
+    Family(
+        model_type="gemma3_text", tied=True, head_dim=256, norms=(*SANDWICH, *of_heads("h", "h"))
+    ),
+    Family(
+        model_type="olmo2",
+        norms=(RMS[1], Norm(path="post_feedforward_layernorm"), *of_heads("q", "kv")),
+    ),
     Family(
         model_type="phi3",
         projections=_PHI3,
@@ -210,8 +232,8 @@ _ALL = (
         },
         keys=_GPT2_KEYS,
         tied=True,
-        norms=("d",) * 4,  # a weight and a bias each
-        last_norm=("d", "d"),
+        norms=(Norm(path="ln_1", biased=True), Norm(path="ln_2", biased=True)),
+        outer_norms=(Norm(path="transformer.ln_f", biased=True),),
         biased=("qkv", "o", "fc", "proj"),
         learned_positions=True,
         transposed=True,
@@ -328,6 +350,7 @@ def family_in(directory: ModelDirectory) -> Family:
     slots = _slots(modules, model_type)
     groups = FAMILIES["llama"].groups
     vocabulary = _tables(directory, prefix)
+    inside, outside, norm_sizes = norms_in(directory.tensors, prefix, layers.keys())
     return Family(
         model_type=model_type,
         layers=prefix,
@@ -358,7 +381,10 @@ def family_in(directory: ModelDirectory) -> Family:
             for dimension, tried in _NAMES.items()
         },
         tied=len(vocabulary) < _MATRIX,  # a table and a head of the same shape are two
+        norms=inside,
+        outer_norms=outside,
         sizes={LAYERS: len(layers)}
+        | norm_sizes
         | {
             f"{path} {out}x{width} {side}": size
             for path, (*_, out, width) in modules

@@ -1,7 +1,9 @@
-"""A PEFT directory: a LoRA adapter keyed by module paths, read and written without its base model.
+"""A PEFT directory: an adapter keyed by module paths, read and written without its base model.
 
-Tensors are ``base_model.model.{path}.lora_A.weight`` A_RI, ``….lora_B.weight`` B_OR and, in DoRA,
-``….lora_magnitude_vector`` [out]. Shapes: R rank, I inputs and O outputs of a projection.
+Tensors of LoRA are ``base_model.model.{path}.lora_A.weight`` A_RI, ``….lora_B.weight`` B_OR and, in
+DoRA, ``….lora_magnitude_vector`` [out]; those of tuned norms are in :mod:`mens_exp.layout.norms`.
+
+Shapes: R rank, I inputs and O outputs of a projection.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from mens_exp.artifacts.adapter_tensors import FORMS, MAGNITUDE, disagreements, 
 from mens_exp.artifacts.adapter_v3 import AdapterManifest, portable
 from mens_exp.config.lora import ADAPTERS, PEFT_FLAGS
 from mens_exp.errors import DataError, ModelFileError, Problems
+from mens_exp.layout import norms
 from mens_exp.layout.checkpoint_files import read_header
 from mens_exp.layout.peft_format import (
     CONFIG_NAME,
@@ -116,7 +119,10 @@ def read_peft(directory: Path, family: Family) -> PeftAdapter:
     stacks = _adapted_stacks(settings, family, header)
     for name, info in header.items():
         try:
-            logical, part, module = _named(name, info, path, family, stacks)
+            if settings.tunes_norms:
+                logical, part, module = _named_norm(name, info, path, family)
+            else:
+                logical, part, module = _named(name, info, path, family, stacks)
         except DataError as error:
             problems.append(error)
             continue
@@ -196,13 +202,34 @@ def _named(
     try:
         logical = logical_name(module, family)
     except ModelFileError as error:
-        raise DataError(
-            error.what,
-            where=f"{path}: {name}",
-            expected=f"modules of a {family.model_type} model, in {family.layers} or {HEAD}",
-            remedy="name the model that it was trained on: model=hf model.id=<directory or hub id>",
-        ) from error
+        raise _of_another_model(error.what, f"{path}: {name}", family) from error
     return logical, _PARTS[match["half"] or match["lengths"]], module
+
+
+def _named_norm(name: str, info: TensorInfo, path: Path, family: Family) -> tuple[str, str, str]:
+    """Return logical name, part and module path of a tensor of tuned norms."""
+    found = norms.vector_of(name)
+    if found is None or info.dtype not in _NUMPY:
+        raise DataError(
+            "is not a vector of a tuned norm",
+            where=f"{path}: {name}",
+            found=info.dtype,
+            expected="….ln_tuning_layers.weight or ….bias, in F32, F16 or BF16",
+        )
+    module, vector = found
+    logical = family.logical_norm(module, vector)
+    if logical is None:
+        raise _of_another_model(f"is not a norm with a {vector}", f"{path}: {name}", family)
+    return logical, norms.VALUES, module
+
+
+def _of_another_model(what: str, where: str, family: Family) -> DataError:
+    return DataError(
+        what,
+        where=where,
+        expected=f"modules of a {family.model_type} model, in {family.layers} or outside of them",
+        remedy="name the model that it was trained on: model=hf model.id=<directory or hub id>",
+    )
 
 
 def manifest_of(
@@ -280,6 +307,10 @@ def write_peft(
         tensors: under logical names, f32.
         base: its base model.
     """
+    spec = ADAPTERS.known(manifest.variant)
+    if spec is not None and spec.on_norms:
+        _write_norms(directory, manifest, tensors, base)
+        return
     _flags(manifest)
     doubled = ((manifest.mens_exp or {}).get("init") or {}).get("doubled_rank")
     if manifest.form.root_scale and doubled:  # its scale cannot be written as alpha over a root
@@ -297,10 +328,33 @@ def write_peft(
         layer, _, part = name.rpartition(".")
         end = names[part] if part == MAGNITUDE else f"{names[part]}.weight"
         content[f"{_PREFIX}{places[layer]}.{end}"] = np.ascontiguousarray(values)
+    _write(directory, _settings(manifest, base), content)
+
+
+def _write_norms(
+    directory: Path,
+    manifest: AdapterManifest,
+    tensors: Mapping[str, npt.NDArray[np.float32]],
+    base: AdapterBase,
+) -> None:
+    """Write tuned norms."""
+    modules = [base.modules[layer] for layer in manifest.layer_order]
+    content = {
+        norms.peft_name(one.path, one.norm or norms.WEIGHT): np.ascontiguousarray(
+            tensors[f"{one.logical}.{norms.VALUES}"]
+        )
+        for one in modules
+    }
+    targets = _targets(list(dict.fromkeys(one.path for one in modules)), base)
+    name = manifest.base_model or base.name
+    _write(directory, norms.peft_config(targets, base=name, revision=base.revision), content)
+
+
+def _write(directory: Path, settings: Mapping[str, Any], content: Mapping[str, Any]) -> None:
     with atomic.directory(directory) as temporary:
         (temporary / TENSORS_NAME).write_bytes(save(dict(sorted(content.items()))))
-        settings = json.dumps(_settings(manifest, base), indent=2, sort_keys=True)
-        (temporary / CONFIG_NAME).write_text(settings + "\n", encoding="utf-8")
+        text = json.dumps(settings, indent=2, sort_keys=True)
+        (temporary / CONFIG_NAME).write_text(text + "\n", encoding="utf-8")
 
 
 def _whole_stacks(manifest: AdapterManifest, base: AdapterBase, where: str) -> list[LinearModule]:

@@ -24,6 +24,7 @@ from mens_exp.artifacts.record import check_keys, parse_json, read_bytes
 from mens_exp.artifacts.untrusted_input import first_match, pattern_problems
 from mens_exp.config.lora import ADAPTERS, PEFT_FLAGS
 from mens_exp.errors import DataError, Problems
+from mens_exp.layout import norms
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -75,6 +76,7 @@ class PeftSettings:
         base_model: the recorded base model.
         file: the configuration file, for messages.
         parameters: path suffixes of adapted tensors that are not module weights.
+        tunes_norms: whether the tensors are tuned norms; these have no rank or alpha.
     """
 
     r: int
@@ -85,10 +87,13 @@ class PeftSettings:
     base_model: str | None
     file: str
     parameters: tuple[str, ...] = ()
+    tunes_norms: bool = False
 
     @property
     def variants(self) -> tuple[str, ...]:
         """The adapter methods that the flags select: several at once, or plain LoRA."""
+        if self.tunes_norms:
+            return (norms.METHOD,)
         chosen = tuple(
             spec.name
             for spec in ADAPTERS.built_in.values()
@@ -122,7 +127,7 @@ class PeftSettings:
 
 
 def read_settings(directory: Path) -> PeftSettings:
-    """Read the configuration of a LoRA adapter.
+    """Read the configuration of a LoRA adapter, or of tuned norms.
 
     Args:
         directory: contains adapter_config.json.
@@ -136,28 +141,34 @@ def read_settings(directory: Path) -> PeftSettings:
     config = parse_json(read_bytes(path), str(path))
     if not isinstance(config, dict):
         raise DataError("not an object", where=str(path))
+    tunes_norms = config.get("peft_type") == norms.PEFT_TYPE
+    needed = ("peft_type", *(() if tunes_norms else ("r", "lora_alpha")))
     known = {name: value for name, value in config.items() if name in _READ}
-    found = check_keys(known, _READ, ("peft_type", "r", "lora_alpha"), str(path))
+    found = check_keys(known, _READ, needed, str(path))
     Problems.raise_if(found or list(_problems(config, str(path))))
     return PeftSettings(
-        r=config["r"],
-        alpha=config["lora_alpha"],
+        r=config.get("r", 1),
+        alpha=config.get("lora_alpha", 1),
         flags=tuple(flag for flag in PEFT_FLAGS if config.get(flag)),
         ranks=config.get("rank_pattern") or {},
         alphas=config.get("alpha_pattern") or {},
         base_model=config.get("base_model_name_or_path") or None,
         file=str(path),
         parameters=tuple(config.get("target_parameters") or ()),
+        tunes_norms=tunes_norms,
     )
 
 
+_CONTENT = {"LORA": "LoRA matrices", norms.PEFT_TYPE: "the vectors of norms"}
+
+
 def _problems(config: dict[str, Any], where: str) -> Iterator[DataError]:
-    if config["peft_type"] != "LORA":
+    if config["peft_type"] not in {"LORA", norms.PEFT_TYPE}:
         yield DataError(
-            "not a LoRA adapter",
+            "not a LoRA adapter, and no tuned norms",
             where=f"{where}: peft_type",
             found=config["peft_type"],
-            expected="LORA",
+            expected=f"LORA or {norms.PEFT_TYPE}",
         )
         return
     start = config.get("init_lora_weights")
@@ -172,7 +183,7 @@ def _problems(config: dict[str, Any], where: str) -> Iterator[DataError]:
     for name in sorted(config.keys() - _READ.keys() - _HARMLESS - {"init_lora_weights"}):
         if config[name] not in _NOTHING:
             yield DataError(
-                "the adapter contains more than LoRA matrices",
+                f"the adapter contains more than {_CONTENT[config['peft_type']]}",
                 where=f"{where}: {name}",
                 found=config[name],
                 expected="nothing",
@@ -184,7 +195,7 @@ def _problems(config: dict[str, Any], where: str) -> Iterator[DataError]:
 
 def _number_problems(config: dict[str, Any], where: str) -> Iterator[DataError]:
     for name in ("r", "lora_alpha"):
-        if config[name] <= 0:
+        if config.get(name, 1) <= 0:
             yield _too_small(f"{where}: {name}", config[name])
     for name in ("rank_pattern", "alpha_pattern"):
         values = config.get(name) or {}

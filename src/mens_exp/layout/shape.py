@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from mens_exp.config.backend import ProxyConfig
     from mens_exp.layout.checkpoint_files import ModelDirectory
+    from mens_exp.layout.norms import Norm
 
 UNBOUNDED = 1 << 20  # tokens; for a model without a maximum length, such as one with ALiBi
 
@@ -54,6 +55,10 @@ class Shape:
         """Return ``(out, in)`` of a projection."""
         sizes = self._sizes()
         return sum(sizes[name] for name in projection.out), sizes[projection.width]
+
+    def norm_size(self, norm: Norm) -> int:
+        """Return the size of a norm's vectors."""
+        return self._sizes()[norm.size]
 
     def _sizes(self) -> dict[str, int]:
         return {
@@ -108,10 +113,10 @@ class Shape:
         if not family.verified:
             return 0
         shapes = self.projections()
-        in_layer = sum(sizes[name] for name in family.norms)
+        in_layer = sum(sizes[one.size] * len(one.vectors) for one in family.norms)
         in_layer += sum(shapes[p.path][0] for p in family.projections if p.logical in family.biased)
         positions = self.max_position_embeddings * self.hidden_size * family.learned_positions
-        last = sum(sizes[name] for name in family.last_norm)
+        last = sum(sizes[one.size] * len(one.vectors) for one in family.outer_norms)
         return self.num_hidden_layers * in_layer + last + positions
 
     @property
@@ -310,7 +315,9 @@ def logical_name(module_path: str, family: Family) -> str:
     raise ModelFileError("is not a projection with a logical name", where=module_path)
 
 
-def base_key(module_path: str, family: Family, keys: Collection[str]) -> str:
+def base_key(
+    module_path: str, family: Family, keys: Collection[str], vector: str = "weight"
+) -> str:
     """Return the key of a module's weight in the base checkpoint.
 
     Args:
@@ -318,6 +325,7 @@ def base_key(module_path: str, family: Family, keys: Collection[str]) -> str:
         family: the model's family.
         keys: the checkpoint's keys. Checkpoints saved without the head lack the first part of
             every name; a tied head is the embedding table.
+        vector: ``bias`` for the bias of a norm.
 
     Raises:
         ModelFileError: the checkpoint has no such weight.
@@ -327,9 +335,9 @@ def base_key(module_path: str, family: Family, keys: Collection[str]) -> str:
     if path == HEAD:
         paths = [path, family.embedding, family.embedding.partition(".")[2]]
     for candidate in paths:
-        if f"{candidate}.weight" in keys:
-            return f"{candidate}.weight"
-    raise ModelFileError("the checkpoint has no weight of this module", where=path)
+        if f"{candidate}.{vector}" in keys:
+            return f"{candidate}.{vector}"
+    raise ModelFileError(f"the checkpoint has no {vector} of this module", where=path)
 
 
 _LISTED = 32  # missing keys listed in a message, as in the seeds' preflight

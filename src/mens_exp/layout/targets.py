@@ -13,36 +13,42 @@ from typing import TYPE_CHECKING
 
 from mens_exp.config.quant import PATTERNS
 from mens_exp.errors import ConfigError, Problems, expected_name
+from mens_exp.layout.norms import METHOD, NORMS, is_of_heads
 from mens_exp.layout.shape import HEAD
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-    from mens_exp.config.lora import LoraConfig
+    from mens_exp.config.lora import AdapterSpec, LoraConfig
     from mens_exp.config.quant import QuantConfig, QuantType
     from mens_exp.layout.families import Family, Projection, Slot
+    from mens_exp.layout.norms import Norm
     from mens_exp.layout.shape import Shape
 
 EXPERTS = "experts"
-GROUPS = ("attention", "qkv", "qv", "o_proj", "mlp", EXPERTS, "all_linear", HEAD)
+GROUPS = ("attention", "qkv", "qv", "o_proj", "mlp", EXPERTS, "all_linear", HEAD, NORMS)
 _GLOB = "*?["
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearModule:
-    """A linear module of the model that can get an adapter.
+    """A linear module of the model that can get an adapter, or a vector of a norm that can.
+
+    The weight and the bias of a norm have the same path and separate logical names, because an
+    adapter has one tensor of the base for each logical name.
 
     Attributes:
         path: module path, such as ``model.layers.3.self_attn.q_proj``.
         logical: its logical name in adapters, such as ``l3.q``.
         kind: the logical name without the layer, such as ``q``.
-        layer: index of its decoder layer; None for the head.
+        layer: index of its decoder layer; None for the head and the last norm.
         reads: identifier of its input in the whole model; modules with the same input share it.
         out: number of outputs.
         width: number of inputs.
         slot: its position among the experts of a mixture; None for a linear module.
         stack: path of the tensor that contains it in transformers' graph, such as
             ``model.layers.3.mlp.experts.gate_up_proj``; None for a linear module.
+        norm: the vector of a norm that it is, ``weight`` or ``bias``; None for a linear module.
     """
 
     path: str
@@ -54,6 +60,12 @@ class LinearModule:
     width: int
     slot: Slot | None = None
     stack: str | None = None
+    norm: str | None = None
+
+    @property
+    def parameter(self) -> str:
+        """Path of the parameter that an adapter changes."""
+        return f"{self.path}.{self.norm or 'weight'}"
 
     def is_called(self, name: str) -> bool:
         """Return whether a name equals the last part or parts of a path."""
@@ -92,6 +104,47 @@ def linear_modules(shape: Shape) -> tuple[LinearModule, ...]:
         width=shape.hidden_size,
     )
     return (*inside, head)
+
+
+def norm_modules(shape: Shape) -> tuple[LinearModule, ...]:
+    """Return the vectors of every norm, in the model's order, those outside of layers last."""
+    family = shape.family
+    inside = [
+        one
+        for layer in range(shape.num_hidden_layers)
+        for norm in family.norms
+        if norm.is_in(layer)
+        for one in _vectors(shape, norm, layer)
+    ]
+    return (*inside, *(one for norm in family.outer_norms for one in _vectors(shape, norm, None)))
+
+
+def _vectors(shape: Shape, norm: Norm, layer: int | None) -> list[LinearModule]:
+    inside = "" if layer is None else f"{shape.family.layers}.{layer}."
+    size = shape.norm_size(norm)
+    return [
+        LinearModule(
+            path=f"{inside}{norm.path}",
+            logical=f"{'' if layer is None else f'l{layer}.'}{norm.logical(vector)}",
+            kind=norm.logical(vector),
+            layer=layer,
+            reads=f"{inside}{norm.path}",
+            out=size,
+            width=size,
+            norm=vector,
+        )
+        for vector in norm.vectors
+    ]
+
+
+def adaptable(spec: AdapterSpec, shape: Shape) -> tuple[LinearModule, ...]:
+    """Return the modules that an adapter method can adapt."""
+    return norm_modules(shape) if spec.on_norms else linear_modules(shape)
+
+
+def every_module(shape: Shape) -> tuple[LinearModule, ...]:
+    """Return every module that some adapter method can adapt."""
+    return (*linear_modules(shape), *norm_modules(shape))
 
 
 def linear_weights(shape: Shape) -> dict[str, tuple[int, int]]:
@@ -145,7 +198,7 @@ def chosen(lora: LoraConfig, shape: Shape) -> tuple[LinearModule, ...]:
         Problems: several do.
     """
     Problems.raise_if(target_problems(lora, shape))
-    modules = linear_modules(shape)
+    modules = adaptable(lora.spec, shape)
     matched = {one.path for t in lora.targets for one in _matching(t, modules, shape.family)}
     return tuple(one for one in modules if one.path in matched)
 
@@ -232,9 +285,12 @@ def storage(quant: QuantConfig) -> tuple[QuantType, int, bool]:
 
 def target_problems(lora: LoraConfig, shape: Shape) -> list[ConfigError]:
     """List the targets that match no module, and the patterns that match no target module."""
-    modules, family = linear_modules(shape), shape.family
+    modules, family = adaptable(lora.spec, shape), shape.family
+    if lora.spec.on_norms and not modules:
+        return [_without_norms(lora.spec.name, family)]
+    on_norms = lora.spec.name if lora.spec.on_norms else None
     problems = [
-        _no_match(target, modules, family)
+        _no_norm(target, modules, on_norms) if on_norms else _no_match(target, modules, family)
         for target in lora.targets
         if not _matching(target, modules, family)
     ]
@@ -310,7 +366,7 @@ def adapter_shapes(one: LinearModule, lora: LoraConfig, r: int) -> dict[str, tup
 
 def weight_shape(one: LinearModule) -> tuple[int, ...]:
     """Return the shape of a module's weight, with all experts if the checkpoint stacks them."""
-    return (*_stacked(one), one.out, one.width)
+    return (one.out,) if one.norm is not None else (*_stacked(one), one.out, one.width)
 
 
 def _stacked(one: LinearModule) -> tuple[int, ...]:
@@ -379,6 +435,8 @@ def _matching(
     kinds = family.groups.get(target)
     if kinds is not None:
         return tuple(one for one in modules if one.kind in kinds)
+    if target == NORMS:
+        return tuple(one for one in modules if one.norm and not is_of_heads(one.path))
     if any(character in target for character in _GLOB):
         return tuple(one for one in modules if one.is_like(target))
     if target in GROUPS and target != HEAD:
@@ -424,6 +482,14 @@ def _no_match(
 ) -> ConfigError:
     if target == HEAD:
         return ConfigError("the head is never quantized", where=where, found=target)
+    if target == NORMS:
+        return ConfigError(
+            f"norms are adapted by lora.variant={METHOD} alone, and never quantized",
+            where=where,
+            found=target,
+            expected=f"one of {', '.join(family.groups)}, or names of linear modules",
+            remedy=f"choose lora={METHOD} to tune the norms" if where == "lora.targets" else None,
+        )
     if target == EXPERTS:
         return ConfigError(
             f"{family.model_type} has no experts that PEFT's LoRA is known to fit",
@@ -453,6 +519,28 @@ def _no_match(
     like = f"a glob over paths such as {modules[0].path}" if glob else expected_name(target, known)
     return ConfigError(
         "matches no linear module of the model", where=where, found=target, expected=like
+    )
+
+
+def _no_norm(target: str, modules: Sequence[LinearModule], method: str) -> ConfigError:
+    names = _last_names(modules)
+    return ConfigError(
+        f"matches no norm of the model, and {method} adapts norms alone",
+        where="lora.targets",
+        found=target,
+        expected=f"{NORMS}, a name among {', '.join(names)}, or a glob over paths such as "
+        f"{modules[0].path}",
+        remedy=f"write lora.targets=[{NORMS}], or choose another lora.variant",
+    )
+
+
+def _without_norms(method: str, family: Family) -> ConfigError:
+    return ConfigError(
+        f"the model has no norm with trained weights, which {method} needs",
+        where="lora.variant",
+        found=f"{method}, on a {family.model_type} model",
+        expected="an adapter method for linear layers",
+        remedy="choose another, such as lora=all_linear",
     )
 
 

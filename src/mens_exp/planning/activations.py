@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from mens_exp.config.backend import ProxyConfig
 from mens_exp.config.model import HfModel
 from mens_exp.layout import hub
+from mens_exp.layout.norms import BIAS
 from mens_exp.layout.shape import HEAD, ProxyStack, stack_of
 from mens_exp.layout.targets import chosen, linear_modules, pattern_values, target_problems
 
@@ -133,7 +134,13 @@ def _layer_bytes(config: RunConfig, shape: Shape, *, width: int, on_cpu: bool) -
     total += width * (heads + 2 * narrow + (0 if on_cpu else heads))
     total += width * wide * (3 if is_gated else 5)  # tanh GELU saves intermediate results
     every_module = modules_of(config, shape)
-    modules = [one for one in every_module if one.kind != HEAD and one.stack is None]
+    # torch's LayerNorm, which has a bias, keeps its input whether its vectors are trained or not.
+    layer_norms = {one.path for one in every_module if one.norm == BIAS}
+    modules = [
+        one
+        for one in every_module
+        if one.kind != HEAD and one.stack is None and one.path not in layer_norms
+    ]
     method = config.lora.spec
     inputs = {one.reads: one.width for one in modules} if method.keeps_inputs else {}
     ranks = pattern_values(config.lora.rank_pattern, modules, shape.family, config.lora.r)

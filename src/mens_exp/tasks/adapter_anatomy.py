@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     Array = npt.NDArray[np.float32]
     from mens_exp.artifacts.run_dir import RunDir
 
+_NO_PAIR = "{} has no pair of matrices to measure"
 _PATHS = "as the modules are called; a checkpoint of the base may put a prefix before it"
 
 
@@ -82,7 +83,7 @@ def of_adapter(place: AdapterPlace) -> Anatomy:
     scales = {layer: manifest.scale_of(layer) for layer in manifest.layer_order if has_pair}
     found = _measured(tensors, manifest.base_key_map, scales, str(place.tensors))
     if not has_pair:
-        found.unknown["layers"] = f"{manifest.variant} has no pair of matrices to measure"
+        found.unknown["layers"] = _NO_PAIR.format(manifest.variant)
     found.variant = manifest.variant
     found.base = BaseRecord(
         name=manifest.base_model,
@@ -99,9 +100,12 @@ def _of_peft(place: AdapterPlace) -> Anatomy:
     adapter = _read_any_family(place.directory)
     settings, paths = adapter.settings, adapter.paths
     keys = {layer: f"{path}.weight" for layer, path in paths.items()}
-    scales = {layer: settings.scale_of(path) for layer, path in paths.items()}
+    has_pair = not settings.tunes_norms
+    scales = {layer: settings.scale_of(path) for layer, path in paths.items() if has_pair}
     found = _measured(adapter.tensors, keys, scales, str(place.tensors))
     found.variant = settings.variants[0]
+    if not has_pair:
+        found.unknown["layers"] = _NO_PAIR.format(found.variant)
     found.base = BaseRecord(
         name=settings.base_model,
         revision=None,
@@ -153,7 +157,7 @@ def of_state(
         found.unknown["layers"] = (
             "every weight was trained, so there is no LoRA matrix"
             if config.backend.name == "full"
-            else f"{config.lora.spec.name} has no pair of matrices to measure"
+            else _NO_PAIR.format(config.lora.spec.name)
         )
         return found
     lora, shape = config.lora, shape_of(config.model)

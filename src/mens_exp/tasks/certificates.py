@@ -177,7 +177,7 @@ def certify_tensors(
     """
     config, base = trained.config, trained.base
     backend: Any = trained.backend
-    paths = {one.path: names[one.logical] for one in backend.modules_chosen}
+    paths = {one.parameter: names[one.logical] for one in backend.modules_chosen}
     opened = _Opened(
         {_WRITTEN: (what, lambda: parity.with_tensors(config, base, written, paths, tied=tied))}
     )

@@ -26,7 +26,7 @@ from mens_exp.evals.suite import frozen_suite
 from mens_exp.export.subject import base_problems, config_of, subject_of
 from mens_exp.layout.shape import family_for, shape_of
 from mens_exp.layout.starting_adapter import find, read
-from mens_exp.layout.targets import linear_modules, otherwise_quantized, skipped
+from mens_exp.layout.targets import every_module, otherwise_quantized, skipped
 from mens_exp.planning.checks.adapter import check_initial_adapter, other_base
 from mens_exp.planning.preflight import writable_cache
 from mens_exp.report import terminal
@@ -388,7 +388,7 @@ def with_adapter(config: RunConfig, directory: Path) -> tuple[RunConfig, Startin
         MensError: the adapter cannot be read.
     """
     adapter = read(directory, family_for(config.model))
-    modules = {one.logical: one for one in linear_modules(shape_of(config.model))}
+    modules = {one.logical: one for one in every_module(shape_of(config.model))}
     ranks = adapter.ranks
     unknown = sorted(ranks.keys() - modules.keys())
     if unknown:

@@ -235,9 +235,12 @@ def _model(inputs: MergeInputs, choices: Choices) -> MergedModel:
 def _told(inputs: MergeInputs, choices: Choices) -> list[str]:
     """Return the lines of the model card."""
     assert inputs.base is not None, "bare shards make no directory"
-    what = f"`{inputs.base.name}` with a LoRA adapter merged into {len(choices.layers)} layers"
+    has_pair, many = inputs.manifest.form.has_pair, len(choices.layers)
+    kind = "LoRA" if has_pair else inputs.manifest.variant
+    how = "W + (B A) · alpha / r, summed in f32" if has_pair else "computed in f32"
+    what = f"`{inputs.base.name}` with a {kind} adapter merged into {many} layers"
     lines = [
-        f"{what}: W + (B A) · alpha / r, summed in f32 and rounded once to {choices.dtype}.",
+        f"{what}: {how} and rounded once to {choices.dtype}.",
         "",
         f"- base: {choices.why}",
         f"- sha256 of the adapter: `{inputs.sha256}`",

@@ -43,7 +43,7 @@ def check_lora(config: RunConfig) -> Iterator[MensError]:
     problems = target_problems(lora, shape)
     yield from problems
     modules = () if problems else chosen(lora, shape)
-    if any(one.layer is None for one in modules):
+    if any(one.logical == HEAD for one in modules):
         yield from _head_problems(lora)
     biased = sorted({one.kind for one in modules} & set(shape.family.biased))
     if biased and lora.spec.not_on_biased is not None:
