@@ -67,8 +67,8 @@ _CPU_KEPT = {"activations": 1.65, "attention scores": 1.0}
 # measured: SmolLM2 with checkpointing, where no larger peak hides them, took 380 MB more with
 # documents of sixteen lengths than of one: oneDNN caches separate kernels for each shape.
 _KERNELS_PER_SHAPE, _MOST_SHAPES = 24_000_000, 16
-# measured: the main job with its suite took 2.41 GB, against 2.0 by formula without completions; its
-# dequantized base is 0.21 of them.
+# measured: the main job with its suite took 2.41 GB, against 2.0 by formula without completions;
+# its dequantized base is 0.21 of them.
 _COMPLETIONS = 200_000_000
 # Bytes; the weights of a larger base are dequantized again for each token of a completion.
 MOST_DEQUANTIZED = 1 << 30
