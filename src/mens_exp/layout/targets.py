@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mens_exp.layout.shape import Shape
 
 EXPERTS = "experts"
+EMBEDDING = "embedding"
 GROUPS = ("attention", "qkv", "qv", "o_proj", "mlp", EXPERTS, "all_linear", HEAD)
 _GLOB = "*?["
 
@@ -93,6 +94,19 @@ def linear_modules(shape: Shape) -> tuple[LinearModule, ...]:
     return (*inside, head)
 
 
+def embedding_module(shape: Shape) -> LinearModule:
+    """Return the embedding table, to which prompt tuning adds rows."""
+    return LinearModule(
+        path=shape.family.embedding,
+        logical=EMBEDDING,
+        kind=EMBEDDING,
+        layer=None,
+        reads=EMBEDDING,
+        out=shape.vocab_size,
+        width=shape.hidden_size,
+    )
+
+
 def linear_weights(shape: Shape) -> dict[str, tuple[int, int]]:
     """Return outputs and inputs of the decoder's linear weights, by transformers' names.
 
@@ -143,6 +157,8 @@ def chosen(lora: LoraConfig, shape: Shape) -> tuple[LinearModule, ...]:
         ConfigError: a target matches nothing.
         Problems: several do.
     """
+    if lora.spec.on_embedding:
+        return (embedding_module(shape),)
     Problems.raise_if(target_problems(lora, shape))
     modules = linear_modules(shape)
     matched = {one.path for t in lora.targets for one in _matching(t, modules, shape.family)}
