@@ -44,6 +44,7 @@ from mens_exp.layout.adapter_base import AdapterBase, base_of
 from mens_exp.layout.checkpoint_files import ModelDirectory, read_directory
 from mens_exp.layout.hub import local
 from mens_exp.layout.model_cache import ready_directory
+from mens_exp.layout.peft_adapter import peft_flags
 from mens_exp.layout.peft_format import read_settings
 from mens_exp.layout.shape import Shape, shape_of, stored_layers
 from mens_exp.planning.checks import classes, model
@@ -234,6 +235,7 @@ def conversion_problems(config: RunConfig, given: Iterable[str]) -> list[MensErr
         found += _without_effect(config, conversion, given)
         manifest, tensors = read(conversion.place, conversion.base, conversion.quant)
         if form_of(config) is ExportFormat.peft:
+            peft_flags(manifest)
             return found
         light, _ = portable(manifest, tensors)
         if config.format is ExportFormat.v2:

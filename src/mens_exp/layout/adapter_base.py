@@ -20,7 +20,7 @@ from mens_exp.layout.families import FAMILIES
 from mens_exp.layout.model_cache import ready_directory
 from mens_exp.layout.prequantized import CODES
 from mens_exp.layout.shape import HEAD, base_key, shape_of
-from mens_exp.layout.targets import linear_modules, weight_shape
+from mens_exp.layout.targets import every_module, linear_modules, weight_shape
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -56,7 +56,7 @@ class AdapterBase:
     @cached_property
     def modules(self) -> dict[str, LinearModule]:
         """Every module that can get an adapter, by logical name, in the model's order."""
-        return {one.logical: one for one in linear_modules(self.shape)}
+        return {one.logical: one for one in every_module(self.shape)}
 
     @property
     def embed_key(self) -> str:

@@ -136,6 +136,8 @@ def read_settings(directory: Path) -> PeftSettings:
     config = parse_json(read_bytes(path), str(path))
     if not isinstance(config, dict):
         raise DataError("not an object", where=str(path))
+    if isinstance(config.get("peft_type"), str) and config["peft_type"] != "LORA":
+        raise _not_lora(path, config["peft_type"])
     known = {name: value for name, value in config.items() if name in _READ}
     found = check_keys(known, _READ, ("peft_type", "r", "lora_alpha"), str(path))
     Problems.raise_if(found or list(_problems(config, str(path))))
@@ -151,15 +153,17 @@ def read_settings(directory: Path) -> PeftSettings:
     )
 
 
+def _not_lora(path: Path, peft_type: str) -> DataError:
+    return DataError(
+        "not a LoRA adapter",
+        where=f"{path}: peft_type",
+        found=peft_type,
+        expected="LORA",
+        remedy="name the run, or the directory with its adapter_manifest.json, if it is from here",
+    )
+
+
 def _problems(config: dict[str, Any], where: str) -> Iterator[DataError]:
-    if config["peft_type"] != "LORA":
-        yield DataError(
-            "not a LoRA adapter",
-            where=f"{where}: peft_type",
-            found=config["peft_type"],
-            expected="LORA",
-        )
-        return
     start = config.get("init_lora_weights")
     if start not in _STARTS:
         yield DataError(

@@ -107,6 +107,11 @@ def embedding_module(shape: Shape) -> LinearModule:
     )
 
 
+def every_module(shape: Shape) -> tuple[LinearModule, ...]:
+    """Return the embedding table and the result of :func:`linear_modules`."""
+    return (embedding_module(shape), *linear_modules(shape))
+
+
 def linear_weights(shape: Shape) -> dict[str, tuple[int, int]]:
     """Return outputs and inputs of the decoder's linear weights, by transformers' names.
 

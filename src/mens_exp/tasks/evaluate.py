@@ -16,7 +16,7 @@ from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.scorecard import Condition
 from mens_exp.config.evaluation import EngineKind
-from mens_exp.config.lora import ADAPTERS, LoraVariant, PassthroughConfig
+from mens_exp.config.lora import ADAPTERS, LoraVariant, PassthroughConfig, PromptTuningConfig
 from mens_exp.config.quant import QUANTIZERS
 from mens_exp.corpus.data_contract import heldout_part
 from mens_exp.corpus.source import load_rows
@@ -26,7 +26,7 @@ from mens_exp.evals.suite import frozen_suite
 from mens_exp.export.subject import base_problems, config_of, subject_of
 from mens_exp.layout.shape import family_for, shape_of
 from mens_exp.layout.starting_adapter import find, read
-from mens_exp.layout.targets import linear_modules, otherwise_quantized, skipped
+from mens_exp.layout.targets import every_module, otherwise_quantized, skipped
 from mens_exp.planning.checks.adapter import check_initial_adapter, other_base
 from mens_exp.planning.preflight import writable_cache
 from mens_exp.report import terminal
@@ -365,7 +365,7 @@ def with_adapter(config: RunConfig, directory: Path) -> tuple[RunConfig, Startin
         MensError: the adapter cannot be read.
     """
     adapter = read(directory, family_for(config.model))
-    modules = {one.logical: one for one in linear_modules(shape_of(config.model))}
+    modules = {one.logical: one for one in every_module(shape_of(config.model))}
     ranks = adapter.ranks
     unknown = sorted(ranks.keys() - modules.keys())
     if unknown:
@@ -376,6 +376,15 @@ def with_adapter(config: RunConfig, directory: Path) -> tuple[RunConfig, Startin
             expected=f"layers of {config.model.name}",
             remedy="choose the model that the adapter was trained on",
         )
+    if adapter.variant == LoraVariant.prompt_tuning.value:
+        config.lora = PromptTuningConfig(
+            name=config.lora.name,
+            targets=[],
+            variant=LoraVariant.prompt_tuning,
+            num_virtual_tokens=adapter.rank,
+            init_from=str(directory),
+        )
+        return config, adapter
     if adapter.peft_config and not isinstance(config.lora, PassthroughConfig):
         config.lora = PassthroughConfig(name=config.lora.name)
     lora = config.lora
