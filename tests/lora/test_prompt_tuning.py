@@ -10,10 +10,14 @@ import pytest
 import torch
 from transformers_models import of_transformers
 
+from mens_exp import cli
+from mens_exp.artifacts.manifest import Manifest
 from mens_exp.config.overrides import check
 from mens_exp.data.batch import packed_batch, padded_batch, with_virtual_tokens
 from mens_exp.model.quiet import quiet
+from mens_exp.model.sources import resolve
 from mens_exp.objective.causal import CrossEntropy
+from mens_exp.planning.checks.adapter import check_lora
 from mens_exp.planning.preflight import preflight
 
 F32 = ("quant.compute_dtype=f32",)
@@ -79,15 +83,20 @@ def padded(documents):
     return padded_batch(documents, [[one] for one in range(len(LENGTHS))], index=0, pad_id=2)
 
 
-@pytest.mark.parametrize("start", ["sample_vocab", "random"])
-def test_losses_gradients_and_steps_are_those_of_peft(
-    start, tiny_backend, tiny_base, documents, packed
-):
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("lora.prompt_tuning_init=sample_vocab",),
+        ("lora.prompt_tuning_init=random", "model.gradient_checkpointing=on"),
+        ("model=tiny_gpt2",),
+    ],
+)
+def test_losses_gradients_and_steps_are_those_of_peft(settings, tiny_backend, documents, packed):
     """Three AdamW steps in float32 over packed documents, and over PEFT's single ones."""
-    backend = tiny_backend(*PROMPT, f"lora.prompt_tuning_init={start}", *DENSE).train()
-    model = of_peft(tiny_base.directory, backend).train()
-    ours = torch.optim.AdamW([*backend.trainable().values()], lr=1e-1)
-    other = torch.optim.AdamW([theirs(model)], lr=1e-1)
+    backend = tiny_backend(*PROMPT, *settings, *DENSE).train()
+    model = of_peft(backend.base.directory, backend).eval()  # GPT-2 has dropout
+    ours = torch.optim.AdamW([*backend.trainable().values()], lr=1e-2)
+    other = torch.optim.AdamW([theirs(model)], lr=1e-2)
     values = []
     for _ in range(3):
         losses = our_loss(backend, packed), mean_loss(model, documents)
@@ -248,7 +257,7 @@ def test_the_record_describes_the_vectors(tiny_backend, tiny_config, tmp_path):
         write_adapter(tmp_path, manifest, {"embedding.prompt_embeddings": ours[:-1]})
 
 
-def test_initial_values_are_embeddings_of_tokens_or_normal(tiny_backend, tiny_base):
+def test_initial_values_are_embeddings_of_tokens_or_normal(tiny_backend, tiny_config, tiny_base):
     """As in PEFT; a text is repeated or cut to the number of vectors."""
     from mens_exp.lora.prompt_tuning import start_from_text
     from mens_exp.tokenizer.load import load_tokenizer
@@ -259,19 +268,13 @@ def test_initial_values_are_embeddings_of_tokens_or_normal(tiny_backend, tiny_ba
     assert len(set(rows)) > MANY // 2
     random = vectors(tiny_backend(*PROMPT, "lora.prompt_tuning_init=random", *DENSE))
     assert 0.8 < random.std().item() < 1.2
-    tokenizer = load_tokenizer(tiny_config_tokenizer(), tiny_base.directory)
+    tokenizer = load_tokenizer(tiny_config().tokenizer, tiny_base.directory)
     for text in ("abcd", "abcdefghij"):
         facts = start_from_text(backend, tokenizer, text)
         (ids,) = tokenizer.encode_all([text])
         cycled = (ids * MANY)[:MANY]
         assert facts == {"init_text_tokens": len(ids)}
         assert torch.equal(vectors(backend), table_VD[cycled])
-
-
-def tiny_config_tokenizer():
-    from mens_exp.config.model import TokenizerConfig
-
-    return TokenizerConfig(name="hf")
 
 
 def problems(*overrides):
@@ -293,6 +296,8 @@ def problems(*overrides):
         (["lora.prompt_tuning_init_text=Hi"], "lora.prompt_tuning_init_text", "sample_vocab"),
         (["objective.neftune_alpha=5"], "objective.neftune_alpha", "virtual tokens"),
         (["optim=muon"], "optim", "embeddings"),
+        (["objective=grpo"], "objective=grpo", "lora.init_from"),
+        (["objective=fim", "data.seq_len=40"], "data.seq_len", "objective=fim"),
         (["backend=full", "quant=none"], "lora", "full"),
         (["backend=burn", "quant=none"], "lora.variant", "qlora or lora"),
         (["backend=proxy"], "lora.variant", "plain LoRA"),
@@ -303,3 +308,135 @@ def test_what_cannot_be_is_refused(overrides, where, words):
     found = problems("lora=prompt_tuning", *overrides)
     assert where in found, found
     assert words in found[where]
+
+
+def test_lora_options_refuse_the_variant_without_its_settings():
+    """The group of other options has no number of virtual tokens."""
+    found = problems("lora.variant=prompt_tuning", "lora.targets=[attention]")
+    assert "choose it by its option, lora=prompt_tuning" in found["lora.variant"]
+
+
+@pytest.fixture(scope="module")
+def run(finished_with):
+    return finished_with("lora=prompt_tuning", "lora.num_virtual_tokens=6", "data.seq_len=96")
+
+
+def test_a_run_records_what_was_trained(run):
+    """Documents and virtual tokens fill blocks together; the probe compares with transformers."""
+    manifest = Manifest.read(run.manifest)
+    assert manifest.facts["trainable_parameters"] == MANY * 64
+    assert manifest.facts["lora_modules"] == "embedding: 1 module"
+    assert manifest.contract["adapter"]["rank"] == MANY
+    reference = manifest.data_contract["probe"]["reference"]
+    assert max(reference["loss"], reference["gradient"]) < 1e-6
+    assert manifest.results["peft_view_difference_f32"] < 1e-6
+    assert manifest.results["tuned_val_loss"] < manifest.results["base_val_loss"]
+
+
+def test_validation_of_the_base_has_no_virtual_tokens(run, finished_with):
+    """It is that of a run with LoRA on the same rows, none of which is cut."""
+    other = finished_with("data.seq_len=90")
+    losses = [Manifest.read(one.manifest).results["base_val_loss"] for one in (run, other)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("task=merge out={out}", "cannot be merged into its weights"),
+        ("task=export format=hf out={out}", "cannot be merged into its weights"),
+        ("task=export format=vllm out={out}", "vllm reads adapters of LoRA alone"),
+        ("task=export format=ollama ollama.form=adapter out={out}", "LoRA alone"),
+        ("task=export format=peft out={out}", "use adapter/peft of its run"),
+        ("task=export format=v3 out={out}", "prompt tuning changes no weight"),
+        ("task=export format=v2 out={out}", "prompt tuning changes no weight"),
+        ("task=serve", "is an adapter, not a complete model"),
+    ],
+)
+def test_a_form_that_cannot_hold_virtual_tokens_is_refused(run, command, words, tmp_path, capsys):
+    """By name, and nothing is written."""
+    out = tmp_path / "out"
+    texts = command.format(out=out).split()
+    code = cli.main([*texts, f"path={run.path}", f"hydra.run.dir={tmp_path / 'record'}"])
+    assert code == 2
+    assert words in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_a_peft_directory_of_virtual_tokens_is_not_read_as_lora(run, tmp_path, capsys):
+    """The refusal names its type; the record next to it can be read."""
+    place = run.peft
+    code = cli.main(["model=tiny_llama", f"lora.init_from={place}", "trainer=cpu", "logger=none"])
+    assert code == 2
+    assert "PROMPT_TUNING" in capsys.readouterr().err
+
+
+def test_base_and_tuned_model_are_scored(run, rows_file, tmp_path, capsys):
+    """A scorecard of a run and one of its adapter directory have the same answers."""
+    answers = []
+    rows = f"data.path={rows_file}"
+    named = ["model=tiny_llama", "trainer=cpu", "data=jsonl", rows, "data.heldout_frac=0.1"]
+    for path, more in ((run.path, []), (run.adapter, [*named, "data.val_frac=0.1"])):
+        place = tmp_path / path.name
+        asked = ["suite=heldout_syntax", "suite.items=2", "suite.max_new_tokens=48", "logger=none"]
+        code = cli.main(["task=evaluate", f"path={path}", *asked, *more, f"hydra.run.dir={place}"])
+        assert code == 0, capsys.readouterr().err
+        events = [json.loads(line) for line in (place / "events.jsonl").read_text().splitlines()]
+        answers.append({(one["condition"], one["item_id"]): one["completion"] for one in events})
+    assert answers[0] == answers[1]
+    assert {condition for condition, _ in answers[0]} == {"base", "tuned"}
+
+
+def test_training_continues_from_the_adapter_of_a_run(run, train_in, tmp_path, capsys):
+    """The initial loss is the earlier run's last one; another number of tokens is refused."""
+    start = ("lora=prompt_tuning", f"lora.init_from={run.path}", "data.seq_len=96")
+    again = train_in(tmp_path / "again", *start, "lora.num_virtual_tokens=6")
+    found, before = (Manifest.read(one.manifest).results for one in (again, run))
+    assert found["initial_val_loss"] == pytest.approx(before["tuned_val_loss"], rel=1e-6)
+    train_in(tmp_path / "other", *start, "lora.num_virtual_tokens=7", code=2)
+    assert "lora.num_virtual_tokens" in capsys.readouterr().err
+
+
+def test_the_plan_counts_virtual_tokens(tiny_config, rows_file, cache):
+    """After a run, tokens, blocks and lengths are exact; before, they are estimated alike."""
+    from mens_exp.corpus.source import load_rows
+    from mens_exp.data.datamodule import RowsDataModule
+    from mens_exp.planning.estimate import make_plan
+    from mens_exp.tokenizer.load import load_tokenizer
+
+    rows = ("data=jsonl", f"data.path={rows_file}", "data.seq_len=96")
+    plain, config = tiny_config(*rows), tiny_config(*rows, *PROMPT)
+    before, estimated = (make_plan(one, cache)["data"] for one in (plain, config))
+    many = estimated["train_rows"]
+    assert estimated["train_tokens"] == pytest.approx(before["train_tokens"] + MANY * many, abs=2)
+    base = resolve(config.model, cache)
+    tokenizer = load_tokenizer(config.tokenizer, base.directory)
+    module = RowsDataModule(config, load_rows(config.data, cache), tokenizer, cache)
+    plan = make_plan(config, cache)
+    documents = module.train_documents
+    assert plan["data"]["exact"]
+    assert plan["trainable_parameters"] == MANY * 64
+    assert plan["data"]["train_tokens"] == len(documents.ids) + MANY * len(documents)
+    lengths = documents.lengths + MANY
+    assert plan["data"]["longest_tokens"] == lengths.max() <= 96
+    assert plan["data"]["typical_tokens"] == round((lengths**2).sum() / lengths.sum())
+    assert plan["data"]["train_blocks"] == len(module.blocks)
+    for block in module.blocks:
+        assert sum(lengths[block]) <= 96
+    for number, batch in enumerate(module.in_blocks()):
+        assert batch.tokens == sum(lengths[module.blocks[number]])
+
+
+def test_documents_are_cut_to_the_room_that_virtual_tokens_leave(tiny_config):
+    """Of 40 tokens, 6 are virtual; both documents of a pair have their own."""
+    from mens_exp.corpus.source import labelling_of
+
+    labelling = labelling_of(tiny_config(*PROMPT, "data.seq_len=40"))
+    assert labelling.document_tokens == 34
+    assert labelling.record()["virtual_tokens"] == MANY
+    assert "virtual_tokens" not in labelling_of(tiny_config()).record()
+    pairs = tiny_config(*PROMPT, "data.seq_len=40", "objective=dpo")
+    assert labelling_of(pairs).document_tokens == 14
+    pairs.lora.num_virtual_tokens = 19
+    (problem,) = check_lora(pairs)
+    assert problem.expected == "at most 18"

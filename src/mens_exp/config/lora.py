@@ -282,6 +282,10 @@ class _RandLora(_Vera):
 class _PromptTuning(AdapterSpec):
     """Prompt tuning, whose only tensor has a row for each virtual token."""
 
+    def fits(self, settings: LoraConfig) -> bool:
+        """Return whether the group has the number of virtual tokens."""
+        return isinstance(settings, PromptTuningConfig)
+
     def virtual_tokens(self, settings: LoraConfig) -> int:
         """Return the setting; 0 for a group without it, which is reported elsewhere."""
         return settings.num_virtual_tokens if isinstance(settings, PromptTuningConfig) else 0

@@ -17,6 +17,7 @@ from mens_exp.artifacts.digest import digest, refuse_changed_outputs, sha256_fil
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir, resolve
 from mens_exp.config.compose import from_yaml, typed
+from mens_exp.config.lora import ADAPTERS
 from mens_exp.config.model import HfModel
 from mens_exp.config.quant import UNLESS_TOLD, QuantType
 from mens_exp.config.task import ExportFormat
@@ -235,7 +236,7 @@ def conversion_problems(config: RunConfig, given: Iterable[str]) -> list[MensErr
         found += _without_effect(config, conversion, given)
         manifest, tensors = read(conversion.place, conversion.base, conversion.quant)
         if form_of(config) is ExportFormat.peft:
-            peft_flags(manifest)
+            _refuse_unread(config.format, manifest)
             return found
         light, _ = portable(manifest, tensors)
         if config.format is ExportFormat.v2:
@@ -246,6 +247,25 @@ def conversion_problems(config: RunConfig, given: Iterable[str]) -> list[MensErr
     except MensError as error:
         found.append(error)
     return found
+
+
+def _refuse_unread(form: ExportFormat, manifest: AdapterManifest) -> None:
+    """Refuse an adapter that has no PEFT form here, or none that other programs read.
+
+    Raises:
+        RequestError: vLLM and Ollama read LoRA alone.
+        DataError: no PEFT directory is written of the method.
+    """
+    spec = ADAPTERS.known(manifest.variant)
+    if form is not ExportFormat.peft and spec is not None and spec.not_merged is not None:
+        raise RequestError(
+            f"{form.value} reads adapters of LoRA alone",
+            where="format",
+            found=f"{form.value}, for an adapter of {manifest.variant}",
+            expected="lora, rslora or dora",
+            remedy="evaluate the run itself: task=evaluate path=<run>",
+        )
+    peft_flags(manifest)
 
 
 def _without_effect(

@@ -17,6 +17,7 @@ import torch
 from mens_exp.errors import ConfigError, ModelFileError
 from mens_exp.lora.keyed import key_of
 from mens_exp.lora.method import AdaptedLayer, AdapterMethod
+from mens_exp.model.quiet import quiet
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -38,6 +39,11 @@ class PromptEmbedding(AdaptedLayer):
         device = next(base.parameters()).device
         zeros_KD = torch.zeros(lora.num_virtual_tokens, one.width, device=device)
         self.prompt_embeddings = torch.nn.Parameter(zeros_KD)
+
+    @property
+    def weight(self) -> Any:
+        """The table ``[V, D]``; code of some models (Llama 4) asks for its device."""
+        return self.get_base_layer().weight
 
     def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
         """Return the embeddings ``[B, T, D]``, in the dtype of the table."""
@@ -70,11 +76,7 @@ class PromptTuning(AdapterMethod):
             ModelFileError: the model's code looks ids up in several tables.
         """
         (one,) = modules
-        tables = [
-            path
-            for path, module in model.named_modules()
-            if isinstance(module, torch.nn.Embedding) and module.num_embeddings >= one.out
-        ]
+        tables = _tables_of_ids(model, one.out)
         if tables != [one.path]:
             raise ModelFileError(
                 "prompt tuning needs a model that looks token ids up in one table",
@@ -131,7 +133,7 @@ class PromptTuning(AdapterMethod):
             token_dim=values_KD.shape[1],
             num_transformer_submodules=1,
             num_layers=model.config.num_hidden_layers,
-            num_attention_heads=model.config.num_attention_heads,
+            num_attention_heads=getattr(model.config, "num_attention_heads", 1),  # not read
         )
         settings.save_pretrained(directory)
         tensors = {"prompt_embeddings": values_KD}
@@ -139,6 +141,32 @@ class PromptTuning(AdapterMethod):
 
 
 PROMPT_TUNING = PromptTuning()
+
+
+def _tables_of_ids(model: Any, rows: int) -> list[str]:
+    """Return the embedding tables that token ids are looked up in; a pass tells several apart."""
+    tables = {
+        module: path
+        for path, module in model.named_modules()
+        if isinstance(module, torch.nn.Embedding)
+    }
+    if len(tables) == 1:
+        return [*tables.values()]
+    ids_BT = torch.tensor([[rows - 1, rows - 3, rows - 2]], device=model.device)
+    found: list[str] = []
+
+    def note(module: Any, args: Any) -> None:
+        if args and torch.equal(args[0], ids_BT):
+            found.append(tables[module])
+
+    hooks = [module.register_forward_pre_hook(note) for module in tables]
+    try:
+        with torch.no_grad(), quiet():
+            model(input_ids=ids_BT, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
 
 
 def start_from_text(backend: Any, encoder: TextEncoder, text: str) -> dict[str, Any]:

@@ -225,7 +225,7 @@ def start_from_rows(
 ) -> dict[str, Any]:
     """Set a new adapter's values that depend on rows or tokenizer; return facts for the record."""
     lora, init = config.lora, config.lora.init.spec
-    if checkpoint is None and isinstance(lora, PromptTuningConfig) and lora.prompt_tuning_init_text:
+    if isinstance(lora, PromptTuningConfig) and lora.prompt_tuning_init_text:
         from mens_exp.lora.prompt_tuning import start_from_text
 
         return start_from_text(backend, data.tokenizer, lora.prompt_tuning_init_text)

@@ -265,9 +265,10 @@ def _unused_by_the_proxy(quant: QuantConfig) -> Iterator[ConfigError]:
 def lora_problems(config: RunConfig) -> Iterator[ConfigError]:
     """Yield the problems of `lora`."""
     lora = config.lora
-    yield from (
-        _embedding_problems(config) if lora.spec.on_embedding else _target_problems(lora.targets)
-    )
+    if not lora.spec.on_embedding:
+        yield from _target_problems(lora.targets)
+    elif isinstance(lora, PromptTuningConfig):
+        yield from _prompt_problems(config, lora)
     yield from _pattern_problems(lora)
     yield from _method_problems(config)
     quant = config.quant
@@ -374,9 +375,9 @@ def _target_problems(targets: list[str]) -> Iterator[ConfigError]:
         )
 
 
-def _embedding_problems(config: RunConfig) -> Iterator[ConfigError]:
-    """Yield targets and noise of a method that only adds vectors to the embedding."""
-    lora, name = config.lora, config.lora.spec.name
+def _prompt_problems(config: RunConfig, lora: PromptTuningConfig) -> Iterator[ConfigError]:
+    """Yield settings of this group and of others that prompt tuning does not support."""
+    name = lora.spec.name
     if lora.targets:
         yield ConfigError(
             f"{name} adapts no module: its vectors come before the embeddings of a document",
@@ -385,8 +386,7 @@ def _embedding_problems(config: RunConfig) -> Iterator[ConfigError]:
             expected="[]",
             remedy="leave out lora.targets, or choose lora=all_linear to adapt modules",
         )
-    if isinstance(lora, PromptTuningConfig):
-        yield from _start_problems(lora)
+    yield from _start_problems(lora)
     if config.objective.neftune_alpha:
         yield ConfigError(
             "noise on the embeddings would also fall on the virtual tokens, unlike in PEFT",
@@ -394,6 +394,16 @@ def _embedding_problems(config: RunConfig) -> Iterator[ConfigError]:
             found=config.objective.neftune_alpha,
             expected=f"0 with lora={lora.spec.option}",
             remedy="leave out objective.neftune_alpha",
+        )
+    if config.objective.spec.compares_groups and lora.init_from is None:
+        yield ConfigError(
+            "learns from answers of the model that training starts from, and new virtual tokens "
+            "change that model",
+            where=f"objective={config.objective.name}",
+            found=f"lora={lora.spec.option} without lora.init_from",
+            expected="the run whose adapter gave the answers, as lora.init_from",
+            remedy="train the virtual tokens with objective=assistant first, or choose "
+            "lora=all_linear, which starts as the base",
         )
     if isinstance(config.optim, MuonConfig):
         yield ConfigError(
