@@ -53,7 +53,8 @@ class AdapterSpec:
         not_on_biased: why it cannot adapt a layer with a bias; None if it can.
         allocates: whether training prunes ranks to a budget shared by all layers.
         not_sharded: why layers cannot be sharded across processes; None if they can.
-        on_embedding: whether it adapts the embedding table, whatever `lora.targets`.
+        on_embedding: whether it adapts the embedding table, and `lora.targets` must be empty.
+        rank_setting: the setting that :meth:`rank` returns.
     """
 
     name: str
@@ -72,6 +73,7 @@ class AdapterSpec:
     allocates: bool = False
     not_sharded: str | None = None
     on_embedding: bool = False
+    rank_setting: str = "r"
 
     def virtual_tokens(self, settings: LoraConfig) -> int:
         """Return the number of trained vectors that precede the tokens of each document."""
@@ -453,6 +455,7 @@ _BUILT_IN: dict[str, AdapterSpec] = {
             not_sharded="each process holds a part of the layers, and the virtual tokens come "
             "before all of them",
             on_embedding=True,
+            rank_setting="num_virtual_tokens",
         ),
         _AnyPeft(
             name="passthrough",
@@ -780,6 +783,16 @@ class PromptTuningConfig(LoraConfig):
         "Text whose tokens the virtual tokens start as, repeated or cut to their number.",
         only_if=when("lora.prompt_tuning_init", "text"),
         example="'Complete the Python function.'",
+    )
+
+
+def prompt_tuning(num_virtual_tokens: int) -> PromptTuningConfig:
+    """Return the group for prompt tuning with this number of virtual tokens."""
+    return PromptTuningConfig(
+        name="prompt_tuning",
+        targets=[],
+        variant=LoraVariant.prompt_tuning,
+        num_virtual_tokens=num_virtual_tokens,
     )
 
 

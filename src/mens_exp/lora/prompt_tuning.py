@@ -156,7 +156,7 @@ def _tables_of_ids(model: Any, rows: int) -> list[str]:
     found: list[str] = []
 
     def note(module: Any, args: Any) -> None:
-        if args and torch.equal(args[0], ids_BT):
+        if args and isinstance(args[0], torch.Tensor) and torch.equal(args[0], ids_BT):
             found.append(tables[module])
 
     hooks = [module.register_forward_pre_hook(note) for module in tables]

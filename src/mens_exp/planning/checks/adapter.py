@@ -182,7 +182,6 @@ def _head_problems(lora: LoraConfig) -> Iterator[MensError]:
         )
 
 
-_RANK_OF = {"prompt_tuning": "num_virtual_tokens"}  # other names of the rank
 _SHOWN = 8  # names listed of a longer list
 
 
@@ -194,7 +193,7 @@ def check_initial_adapter(config: RunConfig) -> Iterator[MensError]:
     lora = config.lora
     for name, ours, theirs in (
         ("variant", lora.spec.name, adapter.variant),
-        (_RANK_OF.get(lora.spec.name, "r"), lora.spec.rank(lora), adapter.rank),
+        (lora.spec.rank_setting, lora.spec.rank(lora), adapter.rank),
         ("alpha", lora.spec.alpha(lora), adapter.alpha),
         ("config", dict(getattr(lora, "config", {})), adapter.peft_config),
     ):
