@@ -404,25 +404,31 @@ def test_the_plan_counts_virtual_tokens(tiny_config, rows_file, cache):
     from mens_exp.planning.estimate import make_plan
     from mens_exp.tokenizer.load import load_tokenizer
 
-    rows = ("data=jsonl", f"data.path={rows_file}", "data.seq_len=96")
-    plain, config = tiny_config(*rows), tiny_config(*rows, *PROMPT)
+    many = 10  # without them, two of the documents fit into a block
+    rows = ("data=jsonl", f"data.path={rows_file}", "data.seq_len=135")
+    plain, config = (
+        tiny_config(*rows),
+        tiny_config(*rows, "lora=prompt_tuning", f"lora.num_virtual_tokens={many}"),
+    )
     before, estimated = (make_plan(one, cache)["data"] for one in (plain, config))
-    many = estimated["train_rows"]
-    assert estimated["train_tokens"] == pytest.approx(before["train_tokens"] + MANY * many, abs=2)
+    assert estimated["train_tokens"] == pytest.approx(
+        before["train_tokens"] + many * estimated["train_rows"], abs=2
+    )
     base = resolve(config.model, cache)
     tokenizer = load_tokenizer(config.tokenizer, base.directory)
     module = RowsDataModule(config, load_rows(config.data, cache), tokenizer, cache)
     plan = make_plan(config, cache)
     documents = module.train_documents
     assert plan["data"]["exact"]
-    assert plan["trainable_parameters"] == MANY * 64
-    assert plan["data"]["train_tokens"] == len(documents.ids) + MANY * len(documents)
-    lengths = documents.lengths + MANY
-    assert plan["data"]["longest_tokens"] == lengths.max() <= 96
+    assert plan["trainable_parameters"] == many * 64
+    assert plan["data"]["train_tokens"] == len(documents.ids) + many * len(documents)
+    lengths = documents.lengths + many
+    assert plan["data"]["longest_tokens"] == lengths.max() <= 135
     assert plan["data"]["typical_tokens"] == round((lengths**2).sum() / lengths.sum())
     assert plan["data"]["train_blocks"] == len(module.blocks)
+    assert 2 * documents.lengths.max() <= 135
     for block in module.blocks:
-        assert sum(lengths[block]) <= 96
+        assert sum(lengths[block]) <= 135
     for number, batch in enumerate(module.in_blocks()):
         assert batch.tokens == sum(lengths[module.blocks[number]])
 
