@@ -13,6 +13,7 @@ from transformers_models import of_transformers
 from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.config.overrides import check
+from mens_exp.config.rules.graph import lora_problems
 from mens_exp.data.batch import packed_batch, padded_batch, with_virtual_tokens
 from mens_exp.model.quiet import quiet
 from mens_exp.model.sources import resolve
@@ -296,7 +297,6 @@ def problems(*overrides):
         (["lora.prompt_tuning_init_text=Hi"], "lora.prompt_tuning_init_text", "sample_vocab"),
         (["objective.neftune_alpha=5"], "objective.neftune_alpha", "virtual tokens"),
         (["optim=muon"], "optim", "embeddings"),
-        (["objective=grpo"], "objective=grpo", "lora.init_from"),
         (["objective=fim", "data.seq_len=40"], "data.seq_len", "objective=fim"),
         (["backend=full", "quant=none"], "lora", "full"),
         (["backend=burn", "quant=none"], "lora.variant", "qlora or lora"),
@@ -308,6 +308,15 @@ def test_what_cannot_be_is_refused(overrides, where, words):
     found = problems("lora=prompt_tuning", *overrides)
     assert where in found, found
     assert words in found[where]
+
+
+def test_answers_of_another_model_are_refused(tiny_config):
+    """New virtual tokens change the model, so its sampled answers are those of another."""
+    config = tiny_config("lora=prompt_tuning", "objective=grpo")
+    (problem,) = lora_problems(config)
+    assert (problem.where, "lora.init_from" in problem.expected) == ("objective=grpo", True)
+    config.lora.init_from = "latest"
+    assert not list(lora_problems(config))
 
 
 def test_lora_options_refuse_the_variant_without_its_settings():
@@ -446,3 +455,17 @@ def test_documents_are_cut_to_the_room_that_virtual_tokens_leave(tiny_config):
     pairs.lora.num_virtual_tokens = 19
     (problem,) = check_lora(pairs)
     assert problem.expected == "at most 18"
+
+
+def test_rounds_after_the_first_continue_without_the_text(tiny_config, tmp_path):
+    """An adapter has one starting point: the text, and then the round before."""
+    from mens_exp.tasks.round_commands import RoundCommands
+
+    text = ("lora.prompt_tuning_init=text", "lora.prompt_tuning_init_text=Answer.")
+    typed = ("task=rejection_sampling", "rejection_sampling.start=last", *PROMPT, *text)
+    commands = RoundCommands(config=tiny_config(*typed), typed=typed, output=tmp_path)
+    assert set(text) <= set(commands.training(1))
+    later = commands.training(2)
+    assert any(one.startswith("lora.init_from=") for one in later)
+    assert not any("prompt_tuning_init" in one for one in later)
+    assert PROMPT[1] in later
