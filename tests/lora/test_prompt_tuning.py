@@ -334,6 +334,7 @@ def test_a_run_records_what_was_trained(run):
     """Documents and virtual tokens fill blocks together; the probe compares with transformers."""
     manifest = Manifest.read(run.manifest)
     assert manifest.facts["trainable_parameters"] == MANY * 64
+    assert manifest.facts["virtual_tokens"] == MANY
     assert manifest.facts["lora_modules"] == "embedding: 1 module"
     assert manifest.contract["adapter"]["rank"] == MANY
     reference = manifest.data_contract["probe"]["reference"]

@@ -369,6 +369,7 @@ class QloraBackend(torch.nn.Module):
             "attention": str(self.causal_lm.config._attn_implementation),  # noqa: SLF001
             "lora_modules": described(self.modules_chosen, self.shape.num_hidden_layers),
             "lora_variant": self.lora.variant.value,
+            **({"virtual_tokens": self.virtual_tokens} if self.virtual_tokens else {}),
             **start_facts(self.lora, self.errors, self.start_s),
             "kernels": self.kernels.facts(),
             "numerics": self._numerics() | self.kernels.numerics(),
