@@ -280,7 +280,8 @@ def test_what_a_run_cannot_have_is_refused_before_a_model_is_loaded(
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ("peft_type:PROMPT_TUNING,num_virtual_tokens:4", "does not support prompt learning"),
+        ("peft_type:PREFIX_TUNING,num_virtual_tokens:4", "does not support prompt learning"),
+        ("peft_type:PROMPT_TUNING,num_virtual_tokens:4", "choose lora=prompt_tuning"),
         ("peft_type:VBLORA,vector_length:16", "shared state"),
         ("peft_type:LILY", "something else than a product with a changed weight"),
         ("peft_type:BEFT", "something else than a product with a changed weight"),

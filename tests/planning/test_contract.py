@@ -31,6 +31,7 @@ COMMANDS = {
     "objective.distillation": ["objective=distillation", "objective.teacher=somewhere/absent"],
     **{f"objective.{one}": [f"objective={one}"] for one in ("dpo", "cpo", "simpo", "orpo", "kto")},
     "objective.grpo": ["objective=grpo"],
+    "lora.prompt_tuning": ["lora=prompt_tuning"],
     "lora.passthrough": ["lora=peft", "lora.config.peft_type=OFT"],
     "backend.proxy": ["backend=proxy"],
     "backend.lora": ["backend=lora"],

@@ -385,12 +385,13 @@ def test_the_planned_state_is_that_of_the_optimizer(
 
 
 @pytest.mark.parametrize(
-    "option", ["lora", "ia3", "ln_tuning", "loha", "lokr", "adalora", "vera", "randlora"]
+    "option",
+    ["lora", "ia3", "ln_tuning", "loha", "lokr", "adalora", "vera", "randlora", "prompt_tuning"],
 )
 def test_planned_parameters_are_those_of_the_graph(on_rows, cache, tiny_backend, option):
     """The oracle is the real model; methods that build whole updates have a component for them."""
     overrides = () if option == "lora" else (f"lora={option}", "lora.r=3")
-    if option in {"ia3", "ln_tuning", "adalora"}:
+    if option in {"ia3", "ln_tuning", "adalora", "prompt_tuning"}:
         overrides = (f"lora={option}",)
     plan = make_plan(on_rows(*overrides), cache)
     parameters = tiny_backend(*overrides).trainable().values()

@@ -193,6 +193,11 @@ CHOICES = {
     "adalora": ("lora=adalora", "lora.target_r=4", "lora.settle_steps=2"),
     "vera": ("lora=vera", "lora.r=24"),
     "randlora": ("lora=randlora", "lora.r=24"),
+    "prompt_tuning": (
+        "lora=prompt_tuning",
+        "lora.prompt_tuning_init=text",
+        "lora.prompt_tuning_init_text=Complete the function.",
+    ),
     "passthrough": ("lora=peft", "lora.config={peft_type:OFT,oft_block_size:16}"),
     "eva": ("lora.init=eva", "lora.r=4"),
 }

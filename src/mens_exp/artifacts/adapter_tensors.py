@@ -213,6 +213,11 @@ FORMS = {
             shares=True,
         ),
         AdapterForm(
+            name="prompt_tuning",
+            tensors={"prompt_embeddings": ("r", "in")},
+            no_delta="prompt tuning changes no weight: its tensor holds inputs of the model",
+        ),
+        AdapterForm(
             name="passthrough",
             tensors={},
             no_delta="PEFT's layers alone know what their tensors make of a weight",

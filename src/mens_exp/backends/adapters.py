@@ -59,7 +59,8 @@ def place_adapter(
     """
     stacks = stacks_of(modules)
     plain = [one for one in modules if one.stack is None and one.norm is None]
-    _refuse_absent(plain, _linear_paths(model), family)
+    if not lora.spec.on_embedding:
+        _refuse_absent(plain, _linear_paths(model), family)
     _refuse_other_norms(model, [one for one in modules if one.norm is not None])
     _refuse_other_experts(model, stacks, weights, without_experts(family, modules))
     sizes = [(one.out, one.width) for one in modules]

@@ -19,6 +19,7 @@ from mens_exp.backends.protocol import step
 from mens_exp.backends.saved_model import manifest_of, stacked_tensors, unstacked_tensors
 from mens_exp.config.model import checkpointing_wanted
 from mens_exp.config.objective_spec import shares_prompts
+from mens_exp.data.batch import with_virtual_tokens
 from mens_exp.errors import ConfigError, ModelFileError, SetupError
 from mens_exp.layout.peft_format import join_experts, split_experts, stacks_of
 from mens_exp.layout.shape import shape_of
@@ -58,6 +59,8 @@ _MATRIX = 2
 class QloraBackend(torch.nn.Module):
     """A transformers model in 4 or 8 bits with the layers of an adapter method."""
 
+    virtual_tokens = 0
+
     def __init__(
         self,
         config: RunConfig,
@@ -83,6 +86,7 @@ class QloraBackend(torch.nn.Module):
         self.compute_dtype = compute_dtype(config.quant)
         self.quant_type, self.block_size = config.quant.quant_type.value, config.quant.block
         self.lora = config.lora
+        self.virtual_tokens = config.lora.spec.virtual_tokens(config.lora)
         self.shares_prompts = shares_prompts(config.objective)
         self.shape = shape_of(config.model)
         self.modules_chosen = chosen(config.lora, self.shape)
@@ -126,6 +130,7 @@ class QloraBackend(torch.nn.Module):
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Return hidden states at the supervised positions, ``[M, D]``."""
+        batch = with_virtual_tokens(batch, self.virtual_ids)
         with self._compute(), self.noise.over(batch.document_lengths):
             return frozen_base.hidden_states(self.causal_lm, batch)
 
@@ -133,6 +138,7 @@ class QloraBackend(torch.nn.Module):
         self, batch: Batch, layers: Sequence[int]
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Return the result of `forward`, and the states after the given layers, from 1."""
+        batch = with_virtual_tokens(batch, self.virtual_ids)
         with self._compute(), self.noise.over(batch.document_lengths):
             return frozen_base.layer_states(self.causal_lm, batch, layers)
 
@@ -140,6 +146,11 @@ class QloraBackend(torch.nn.Module):
         """Return logits ``[M, V]`` in the compute dtype, soft-capped if the model does so."""
         with self._compute():
             return frozen_base.logits(self.causal_lm, hidden_MD)
+
+    @property
+    def virtual_ids(self) -> list[int]:
+        """The ids of the virtual tokens before each document, if the adapter has any."""
+        return self.method.virtual_ids(self.layers.values())
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode; fully frozen modules stay in evaluation mode.
@@ -218,18 +229,20 @@ class QloraBackend(torch.nn.Module):
 
     def generate(self, prompts: Sequence[list[int]], **options: Any) -> list[list[int]]:
         """Continue prompts until an end id, a stop text or the limit; see :func:`greedy`."""
+        prompts = [[*self.virtual_ids, *prompt] for prompt in prompts]
         with self._compute(), self.weights.dequantized_once(self.causal_lm, self.compute_dtype):
             return greedy(self.causal_lm, prompts, **options)
 
     def next_logits(self, ids: Sequence[int], cache: Any = None) -> tuple[torch.Tensor, Any]:
         """Return the logits ``[V]``, f32, after ids, and the cache extended by them."""
         with self._compute():
-            return step(self.causal_lm, ids, cache)
+            begun = ids if cache is not None else [*self.virtual_ids, *ids]
+            return step(self.causal_lm, begun, cache)
 
     def trace(self, ids: Sequence[int]) -> Trace:
         """Return the hidden states after each layer, and the logits, of one document."""
         with self._compute():
-            return trace(self.causal_lm, ids)
+            return trace(self.causal_lm, ids, after=self.virtual_ids)
 
     def adapter(self, config: RunConfig) -> tuple[AdapterManifest, dict[str, np.ndarray]]:
         """Return the adapter's manifest and its f32 tensors under logical names.
@@ -338,8 +351,8 @@ class QloraBackend(torch.nn.Module):
 
     @property
     def max_positions(self) -> int:
-        """Longest sequence that the model supports, in tokens."""
-        return self.shape.max_position_embeddings
+        """Longest sequence that the model supports, in tokens besides virtual ones."""
+        return self.shape.max_position_embeddings - self.virtual_tokens
 
     def facts(self) -> dict[str, Any]:
         """Report what was built, as read back from the model."""
@@ -356,6 +369,7 @@ class QloraBackend(torch.nn.Module):
             "attention": str(self.causal_lm.config._attn_implementation),  # noqa: SLF001
             "lora_modules": described(self.modules_chosen, self.shape.num_hidden_layers),
             "lora_variant": self.lora.variant.value,
+            **({"virtual_tokens": self.virtual_tokens} if self.virtual_tokens else {}),
             **start_facts(self.lora, self.errors, self.start_s),
             "kernels": self.kernels.facts(),
             "numerics": self._numerics() | self.kernels.numerics(),

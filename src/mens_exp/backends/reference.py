@@ -25,12 +25,13 @@ from mens_exp.backends.lora import ADAPTER, PEFT_LORA
 from mens_exp.errors import ModelFileError
 from mens_exp.layout.norms import VALUES
 from mens_exp.lora.norms import TunedNorm
+from mens_exp.lora.prompt_tuning import PromptEmbedding
 from mens_exp.model.quiet import quiet
 from mens_exp.objective.causal import CrossEntropy
 from mens_exp.quant.bnb import quantized_linears, values_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from mens_exp.backends.qlora import QloraBackend
     from mens_exp.data.batch import Batch
@@ -81,7 +82,9 @@ def agreement(backend: QloraBackend, batch: Batch, documents: Encoded) -> Agreem
         ours, our_gradients = _ours(backend, batch.to(device))
         try:
             reference, leaves = _reference(backend)
-            theirs, their_gradients = _theirs(reference, leaves, names, documents, device)
+            parameters = [leaves[name] for name in names]
+            prompt_KD = parameters[0] if backend.virtual_ids else None
+            theirs, their_gradients = _theirs(reference, parameters, prompt_KD, documents, device)
         except MODEL_CODE_ERRORS as error:
             raise ModelFileError(
                 "the model's own forward pass cannot be compared",
@@ -122,18 +125,22 @@ def _gradients(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[t
 
 def _theirs(
     reference: Any,
-    leaves: Mapping[str, torch.Tensor],
-    names: list[str],
+    parameters: Sequence[torch.Tensor],
+    prompt_KD: torch.Tensor | None,
     documents: Encoded,
     device: torch.device,
 ) -> tuple[float, list[torch.Tensor]]:
-    parameters = [leaves[name] for name in names]
     loss, sums = 0.0, [torch.zeros_like(parameter) for parameter in parameters]
     for start, end in pairwise(documents.offsets.tolist()):
         ids_T = torch.from_numpy(documents.ids[start:end]).long().to(device)
         learned_T = torch.from_numpy(documents.supervised[start:end]).to(device)
         labels_T = ids_T.masked_fill(~learned_T, _IGNORED)
-        mean = reference(input_ids=ids_T[None], labels=labels_T[None], use_cache=False).loss
+        inputs = {"input_ids": ids_T[None]}
+        if prompt_KD is not None:  # prompt tuning (arXiv:2104.08691, section 2)
+            embedded_TD = reference.get_input_embeddings()(ids_T)
+            inputs = {"inputs_embeds": torch.cat([prompt_KD, embedded_TD])[None]}
+            labels_T = torch.nn.functional.pad(labels_T, (len(prompt_KD), 0), value=_IGNORED)
+        mean = reference(**inputs, labels=labels_T[None], use_cache=False).loss
         total = mean * int(learned_T[1:].sum())  # the first token is not predicted
         loss += float(total.detach())
         for so_far, gradient in zip(sums, _gradients(total, parameters), strict=True):
@@ -255,6 +262,9 @@ def _reference(backend: QloraBackend) -> tuple[Any, dict[str, torch.Tensor]]:
         if path in experts:
             made = _AdaptedExperts(module, experts[path])
             leaves |= made.leaves
+        elif isinstance(other, PromptEmbedding):
+            own = other.prompt_embeddings.detach().clone().requires_grad_()
+            leaves[f"{logical}.prompt_embeddings"] = own
         elif logical is not None:
             made = _adapted(made, other, backend.method)
             leaves |= {f"{logical}.{which}": one for which, one in made.leaves.items()}

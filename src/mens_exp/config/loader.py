@@ -77,7 +77,11 @@ SCHEMAS: dict[str, dict[str, type]] = {
     },
     "tokenizer": {"tokenizer": model.TokenizerConfig},
     "quant": {"quant": quant.QuantConfig},
-    "lora": {"lora": lora.LoraConfig, "passthrough": lora.PassthroughConfig},
+    "lora": {
+        "lora": lora.LoraConfig,
+        "passthrough": lora.PassthroughConfig,
+        "prompt_tuning": lora.PromptTuningConfig,
+    },
     "objective": {name: spec.schema for name, spec in objective.OBJECTIVES.built_in.items()},
     "backend": {
         "qlora": backend.QloraConfig,

@@ -54,6 +54,8 @@ class AdapterSpec:
         allocates: whether training prunes ranks to a budget shared by all layers.
         not_sharded: why layers cannot be sharded across processes; None if they can.
         on_norms: whether it adapts the vectors of norms instead of linear modules.
+        on_embedding: whether it adapts the embedding table, and `lora.targets` must be empty.
+        rank_setting: the setting that :meth:`rank` returns.
     """
 
     name: str
@@ -72,6 +74,13 @@ class AdapterSpec:
     allocates: bool = False
     not_sharded: str | None = None
     on_norms: bool = False
+    on_embedding: bool = False
+    rank_setting: str = "r"
+
+    def virtual_tokens(self, settings: LoraConfig) -> int:
+        """Return the number of trained vectors that precede the tokens of each document."""
+        del settings
+        return 0
 
     def fits(self, settings: LoraConfig) -> bool:
         """Return whether the group has the settings that the method reads."""
@@ -283,6 +292,45 @@ class _RandLora(_Vera):
         return (r * min(sides) + -(-min(sides) // r) * r * max(sides)) * width
 
 
+class _PromptTuning(AdapterSpec):
+    """Prompt tuning, whose only tensor has a row for each virtual token."""
+
+    def fits(self, settings: LoraConfig) -> bool:
+        """Return whether the group has the number of virtual tokens."""
+        return isinstance(settings, PromptTuningConfig)
+
+    def virtual_tokens(self, settings: LoraConfig) -> int:
+        """Return the setting; 0 for a group without it, which is reported elsewhere."""
+        return settings.num_virtual_tokens if isinstance(settings, PromptTuningConfig) else 0
+
+    def rank(self, settings: LoraConfig) -> int:
+        """Return the number of virtual tokens, the rows of the tensor."""
+        return self.virtual_tokens(settings)
+
+    @property
+    def has_peft_view(self) -> bool:
+        """True: PEFT has the method."""
+        return True
+
+    def shapes(
+        self, settings: LoraConfig, *, r: int, width: int, out: int
+    ) -> dict[str, tuple[int, ...]]:
+        """Return the shape of the vectors; ``r`` is not read."""
+        del r
+        return super().shapes(settings, r=self.virtual_tokens(settings), width=width, out=out)
+
+    def kept_per_token(self, *, r: int, out: int, width: int) -> int:
+        """Return zero: the lookup of a vector saves no values."""
+        del r, out, width
+        return 0
+
+    def described(self, settings: LoraConfig) -> list[str]:
+        """Name the method, the number of virtual tokens, and their initial values."""
+        assert isinstance(settings, PromptTuningConfig)
+        many, start = settings.num_virtual_tokens, settings.prompt_tuning_init.value
+        return [self.name, f"{many} virtual token{'s' if many != 1 else ''}", f"from {start}"]
+
+
 class _AnyPeft(_WholeUpdate):
     """Any PEFT type, with PEFT's own configuration; its methods import PEFT."""
 
@@ -411,6 +459,21 @@ _BUILT_IN: dict[str, AdapterSpec] = {
             not_sharded="all layers share RandLoRA's bases, and each process holds a part of the "
             "layers",
         ),
+        _PromptTuning(
+            name="prompt_tuning",
+            method="mens_exp.lora.prompt_tuning:PROMPT_TUNING",
+            form=FORMS["prompt_tuning"],
+            settings=frozenset(
+                {"num_virtual_tokens", "prompt_tuning_init", "prompt_tuning_init_text"}
+            ),
+            not_on_head=None,
+            not_merged="virtual tokens of prompt tuning are inputs of the model, and cannot be "
+            "merged into its weights",
+            not_sharded="each process holds a part of the layers, and the virtual tokens come "
+            "before all of them",
+            on_embedding=True,
+            rank_setting="num_virtual_tokens",
+        ),
         _AnyPeft(
             name="passthrough",
             method="mens_exp.backends.passthrough:ANY_PEFT",
@@ -519,6 +582,7 @@ class LoraVariant(Enum):
     adalora = "adalora"
     vera = "vera"
     randlora = "randlora"
+    prompt_tuning = "prompt_tuning"
     passthrough = "passthrough"
     vars().update({name: name for name in ADAPTERS.installed_names()})
 
@@ -606,7 +670,8 @@ class LoraConfig:
         "(arXiv:2108.06098); lokr, their Kronecker product (arXiv:2309.14859); adalora, "
         "which takes ranks from the layers that need them least (arXiv:2303.10512); vera, factors "
         "on random projections that all layers share (arXiv:2310.11454); randlora, factors on "
-        "random bases of full rank (arXiv:2502.00987); or passthrough, the type of PEFT "
+        "random bases of full rank (arXiv:2502.00987); prompt_tuning, vectors before the tokens of "
+        "each document (arXiv:2104.08691; lora=prompt_tuning); or passthrough, the type of PEFT "
         "that lora.config of lora=peft names.",
     )
     target_r: int = setting(
@@ -705,6 +770,48 @@ class PassthroughConfig(LoraConfig):
         "adapter_config.json, whose target_modules become lora.targets.",
         example="{peft_type:OFT,oft_block_size:32}",
         only_if=when("lora.variant", "passthrough"),
+    )
+
+
+class PromptInit(Enum):
+    """The initial values of virtual tokens, by PEFT's names."""
+
+    random = "random"
+    sample_vocab = "sample_vocab"
+    text = "text"
+
+
+@dataclass(kw_only=True, slots=True)
+class PromptTuningConfig(LoraConfig):
+    """Prompt tuning (arXiv:2104.08691): trained vectors before the tokens of each document."""
+
+    num_virtual_tokens: int = setting(
+        20,
+        "Virtual tokens before each document; they count towards data.seq_len (the paper's choice "
+        "for most models, section 3.2: more than 20 gain little).",
+        ge=1,
+    )
+    prompt_tuning_init: PromptInit = setting(
+        PromptInit.sample_vocab,
+        "Initial values: sample_vocab, embeddings of tokens drawn from the vocabulary (the paper's "
+        "figure 3b: better than random values); random, a standard normal distribution (PEFT's "
+        "default); or text, embeddings of the tokens of lora.prompt_tuning_init_text.",
+    )
+    prompt_tuning_init_text: str | None = setting(
+        None,
+        "Text whose tokens the virtual tokens start as, repeated or cut to their number.",
+        only_if=when("lora.prompt_tuning_init", "text"),
+        example="'Complete the Python function.'",
+    )
+
+
+def prompt_tuning(num_virtual_tokens: int) -> PromptTuningConfig:
+    """Return the group for prompt tuning with this number of virtual tokens."""
+    return PromptTuningConfig(
+        name="prompt_tuning",
+        targets=[],
+        variant=LoraVariant.prompt_tuning,
+        num_virtual_tokens=num_virtual_tokens,
     )
 
 

@@ -330,6 +330,7 @@ def labelling_of(config: RunConfig) -> Labelling:
         truncation=spec.truncation if truncation is None else truncation.value,
         **{name: selected.pop(name) for name in ("turns", "k") if name in selected},
         options=tuple(selected.items()),
+        virtual_tokens=config.lora.spec.virtual_tokens(config.lora),
     )
 
 

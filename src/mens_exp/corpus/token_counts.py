@@ -150,7 +150,7 @@ def token_counts(
     endless = dataclasses.replace(labelling, seq_len=_ENDLESS)
     for piece in pieces(pairs, _ROWS_AT_ONCE):
         full = encode(piece, tokenizer, endless)
-        fits = not len(full) or int(full.lengths.max()) <= labelling.seq_len
+        fits = not len(full) or int(full.lengths.max()) <= labelling.document_tokens
         cut = full if fits else encode(piece, tokenizer, labelling)
         _add(whole, full, len(piece))
         _add(left, cut, len(piece))

@@ -6,7 +6,7 @@ Shapes: B sequences, T tokens in each, M supervised tokens in all of them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -25,9 +25,11 @@ class Batch:
     one has ``attention_mask_BT`` and no bounds. ``predict_M`` indexes the flattened ``[B·T]``
     hidden states, and ``targets_M`` holds the token that each must predict. A filler batch is for
     a process that would otherwise be idle while others take a stream's last micro-batches.
-    ``document_M`` is the document number of each target, if known; documents that stay together
-    have consecutive numbers. ``extra`` holds further values of each target, ``[M]``, which an
-    objective asked for. ``on_host`` is the micro-batch that this one was copied from.
+    ``tokens`` counts tokens without padding, and the virtual tokens of an adapter, for which a
+    batch has no places until :func:`with_virtual_tokens`. ``document_M`` is the document number of
+    each target, if known; documents that stay together have consecutive numbers. ``extra`` holds
+    further values of each target, ``[M]``, which an objective asked for. ``on_host`` is the
+    micro-batch that this one was copied from.
     ``prefixes`` has the bounds of the prefix that each document continues, the first tokens of
     another document, or None. ``documents`` then bounds its own tokens only, the end of the prefix
     predicts its first target, and ``places_M`` has the indices of targets.
@@ -130,7 +132,7 @@ def packed_batch(
         documents=tuple(zip(starts.tolist(), ends.tolist(), strict=True)),
         predict_M=torch.from_numpy(before[supervised]),
         targets_M=torch.from_numpy(ids[supervised]),
-        tokens=len(ids),
+        tokens=len(ids) + documents.virtual_tokens * (len(chosen) - len(later)),
         index=index,
         document_M=torch.from_numpy(np.repeat(chosen, lengths)[supervised]),
         extra=_extra(documents, bounds, supervised),
@@ -167,10 +169,82 @@ def padded_batch(
         documents=None,
         predict_M=torch.from_numpy(predict),
         targets_M=torch.from_numpy(ids_BT.reshape(-1)[predict + 1]),
-        tokens=len(ids),
+        tokens=len(ids) + documents.virtual_tokens * len(chosen),
         index=index,
         document_M=torch.from_numpy(np.repeat(chosen, lengths)[supervised]),
         extra=_extra(documents, bounds, supervised),
+    )
+
+
+# Tokens. oneDNN builds and caches a kernel for each new length, so using few lengths keeps steps
+# fast and memory constant (measured: experiments/LOG.md).
+SHAPE_MULTIPLE: Final = 32
+
+
+def with_virtual_tokens(batch: Batch, ids: Sequence[int]) -> Batch:
+    """Return a micro-batch whose documents begin with the same virtual tokens.
+
+    Targets stay as they are, and so does ``tokens``, which includes virtual tokens. Documents that
+    share a prefix also share its virtual tokens.
+
+    Args:
+        batch: the micro-batch.
+        ids: ids of the virtual tokens; if there are none, the batch is returned unchanged.
+    """
+    if not ids:
+        return batch
+    placed = _with_virtual_rows if batch.documents is None else _with_virtual_documents
+    return replace(placed(batch, torch.tensor(ids)), on_host=None)
+
+
+def _with_virtual_rows(batch: Batch, ids_K: torch.Tensor) -> Batch:
+    """Put virtual tokens before each row of a padded micro-batch."""
+    rows, width = batch.input_ids_BT.shape
+    wider, device = width + len(ids_K), batch.input_ids_BT.device
+    ids_BK = _sent(ids_K, device).expand(rows, -1)
+    mask_BT = batch.attention_mask_BT
+    assert mask_BT is not None, "padded rows have a mask"
+    places_M = batch.predict_M
+    return replace(
+        batch,
+        input_ids_BT=torch.cat([ids_BK, batch.input_ids_BT], dim=1),
+        position_ids_BT=torch.arange(wider, device=device).expand(rows, wider),
+        attention_mask_BT=torch.cat([torch.ones_like(ids_BK, dtype=mask_BT.dtype), mask_BT], dim=1),
+        predict_M=places_M + (places_M // width + 1) * len(ids_K),
+    )
+
+
+def _with_virtual_documents(batch: Batch, ids_K: torch.Tensor) -> Batch:
+    """Put virtual tokens before each document of a packed one, except those with a prefix."""
+    assert batch.documents is not None, "the caller has asked"
+    bounds, many = np.array(batch.documents), len(ids_K)
+    prefixes = batch.prefixes or (None,) * len(bounds)
+    starts = bounds[[prefix is None for prefix in prefixes], 0]
+    end, width = int(bounds[-1, 1]), batch.input_ids_BT.shape[1]
+    shift = many * np.searchsorted(starts, np.arange(end + 1), side="right")  # of each old place
+    virtual = np.tile(np.arange(width, width + many), len(starts))
+    places = np.insert(np.arange(end), np.repeat(starts, many), virtual)
+    places = np.pad(places, (0, -len(places) % SHAPE_MULTIPLE), constant_values=width)
+    device = batch.input_ids_BT.device
+    places_T, shift_T = (_sent(torch.from_numpy(one), device) for one in (places, shift))
+
+    def moved(old_BT: torch.Tensor, virtual_K: torch.Tensor) -> torch.Tensor:
+        return torch.cat([old_BT[0], _sent(virtual_K, device)])[places_T][None]
+
+    def bounded(first: int, last: int, *, begins: bool) -> tuple[int, int]:
+        return int(first + shift[first]) - many * begins, int(last + shift[last - 1])
+
+    own = [bounded(*pair, begins=one is None) for pair, one in zip(bounds, prefixes, strict=True)]
+    before = [None if one is None else bounded(*one, begins=True) for one in prefixes]
+    after_M = batch.places_M
+    return replace(
+        batch,
+        input_ids_BT=moved(batch.input_ids_BT, ids_K),
+        position_ids_BT=moved(batch.position_ids_BT + many, torch.arange(many)),
+        documents=tuple(own),
+        predict_M=batch.predict_M + shift_T[batch.predict_M],
+        prefixes=None if batch.prefixes is None else tuple(before),
+        places_M=None if after_M is None else after_M + shift_T[after_M],
     )
 
 

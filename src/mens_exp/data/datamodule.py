@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +79,7 @@ class RowsDataModule(LightningDataModule):
             lambda: RowStream(data, val),
             self.rows.train,
             self.train_documents,
-            lambda pairs: _shared(self.config, encode(pairs, self.tokenizer, labelling)),
+            lambda pairs: _arranged(self.config, encode(pairs, self.tokenizer, labelling)),
             data=data,
             seed=self.config.seed,
             total=0,
@@ -96,6 +97,7 @@ class RowsDataModule(LightningDataModule):
             data.seq_len,
             together=documents.together,
             shares=documents.shared is not None,
+            virtual_tokens=documents.virtual_tokens,
         )
 
     @property
@@ -238,12 +240,14 @@ def encoded_side(
             expected=f"answers that begin within data.seq_len={key.labelling.seq_len} tokens",
             remedy="raise data.seq_len",
         )
-    return _shared(config, documents), counts
+    return _arranged(config, documents), counts
 
 
-def _shared(config: RunConfig, documents: Encoded) -> Encoded:
-    """Return documents that share prompts, if the objective asks for it."""
-    return share_prompts(documents) if shares_prompts(config.objective) else documents
+def _arranged(config: RunConfig, documents: Encoded) -> Encoded:
+    """Return documents with shared prompts and room for virtual tokens, as the run asks for."""
+    many = config.lora.spec.virtual_tokens(config.lora)
+    placed = replace(documents, virtual_tokens=many) if many else documents
+    return share_prompts(placed) if shares_prompts(config.objective) else placed
 
 
 def sampled_stream(

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mens_exp.corpus.split import Side
-from mens_exp.data.batch import Batch, packed_batch, padded_batch
+from mens_exp.data.batch import SHAPE_MULTIPLE, Batch, packed_batch, padded_batch
 from mens_exp.errors import DataError, RequestError
 from mens_exp.rows.documents import Encoded
 from mens_exp.rows.packing import Blocks, blocks_of
@@ -44,10 +44,6 @@ if TYPE_CHECKING:
     from mens_exp.config.data import DataConfig
     from mens_exp.corpus.mix import RowStream, Window
     from mens_exp.rows.schema import TrainingPair
-
-# Tokens. oneDNN builds and caches a kernel for each new length, so using few lengths keeps steps
-# fast and memory constant (measured: experiments/LOG.md).
-_SHAPE_MULTIPLE = 32
 
 
 class MicroBatches:
@@ -138,7 +134,7 @@ class MicroBatches:
     ) -> Batch:
         if self.packing:
             return packed_batch(
-                documents, blocks, index, multiple=_SHAPE_MULTIPLE, pad_id=self.pad_id
+                documents, blocks, index, multiple=SHAPE_MULTIPLE, pad_id=self.pad_id
             )
         return padded_batch(documents, blocks, index, pad_id=self.pad_id)
 
@@ -361,6 +357,7 @@ def _together(picked: Sequence[_Picked]) -> tuple[Encoded, list[range]]:
             for name in picked[0][0].extra
         },
         shared=_shared(picked),
+        virtual_tokens=picked[0][0].virtual_tokens,
     )
     return documents, [range(a, b) for a, b in pairwise(ends)]
 

@@ -17,6 +17,7 @@ from mens_exp.artifacts.digest import digest, refuse_changed_outputs, sha256_fil
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir, resolve
 from mens_exp.config.compose import from_yaml, typed
+from mens_exp.config.lora import ADAPTERS
 from mens_exp.config.model import HfModel
 from mens_exp.config.quant import UNLESS_TOLD, QuantType
 from mens_exp.config.task import ExportFormat
@@ -44,6 +45,7 @@ from mens_exp.layout.adapter_base import AdapterBase, base_of
 from mens_exp.layout.checkpoint_files import ModelDirectory, read_directory
 from mens_exp.layout.hub import local
 from mens_exp.layout.model_cache import ready_directory
+from mens_exp.layout.peft_adapter import peft_flags
 from mens_exp.layout.peft_format import read_settings
 from mens_exp.layout.shape import Shape, shape_of, stored_layers
 from mens_exp.planning.checks import classes, model
@@ -234,7 +236,8 @@ def conversion_problems(config: RunConfig, given: Iterable[str]) -> list[MensErr
         found += _without_effect(config, conversion, given)
         manifest, tensors = read(conversion.place, conversion.base, conversion.quant)
         if form_of(config) is ExportFormat.peft:
-            return found + list(_no_lora(config, manifest))
+            found += _unread_here(config, manifest)
+            return found
         light, _ = portable(manifest, tensors)
         if config.format is ExportFormat.v2:
             base = conversion.base
@@ -246,19 +249,26 @@ def conversion_problems(config: RunConfig, given: Iterable[str]) -> list[MensErr
     return found
 
 
-def _no_lora(config: RunConfig, manifest: AdapterManifest) -> Iterator[RequestError]:
-    """Yield a problem if a program that loads LoRA adapters alone should load another method's."""
-    if config.format is not ExportFormat.peft and not manifest.form.has_pair:
+def _unread_here(config: RunConfig, manifest: AdapterManifest) -> Iterator[MensError]:
+    """Yield a problem if no program can load the method's adapter in the chosen form."""
+    spec = ADAPTERS.known(manifest.variant)
+    only_lora = config.format is not ExportFormat.peft
+    if only_lora and not manifest.form.has_pair:
         program = {ExportFormat.vllm: "vLLM", ExportFormat.ollama: "Ollama"}[config.format]
+        is_merged = spec is None or spec.not_merged is None
+        remedy = "write the merged model with format=hf, which vLLM serves"
+        if config.format is ExportFormat.ollama:
+            remedy = "choose ollama.form=merged"
         yield RequestError(
             f"{program} loads LoRA adapters alone",
             where="path",
             found=manifest.variant,
-            expected="an adapter with matrices A and B, or the merged model",
-            remedy="choose ollama.form=merged"
-            if config.format is ExportFormat.ollama
-            else "write the merged model with format=hf, which vLLM serves",
+            expected="an adapter with matrices A and B"
+            + (", or the merged model" if is_merged else ""),
+            remedy=remedy if is_merged else "evaluate the run itself: task=evaluate path=<run>",
         )
+    elif spec is None or not spec.on_norms:
+        peft_flags(manifest)
 
 
 def _without_effect(

@@ -311,7 +311,7 @@ def write_peft(
     if spec is not None and spec.on_norms:
         _write_norms(directory, manifest, tensors, base)
         return
-    _flags(manifest)
+    peft_flags(manifest)
     doubled = ((manifest.mens_exp or {}).get("init") or {}).get("doubled_rank")
     if manifest.form.root_scale and doubled:  # its scale cannot be written as alpha over a root
         manifest, tensors = portable(manifest, tensors)
@@ -384,7 +384,7 @@ def _settings(manifest: AdapterManifest, base: AdapterBase) -> dict[str, Any]:
     plain = [one.path for one in modules if one.stack is None]
     parameters = {one.stack for one in modules if one.stack is not None}
     ranks = {layer: manifest.rank_of(layer) for layer in paths}
-    flags = _flags(manifest)
+    flags = peft_flags(manifest)
     # PEFT divides by the layer's own rank (or its root), so alpha is computed for that.
     alphas = {
         layer: _whole(manifest.form.alpha(manifest.scale_of(layer), r))
@@ -415,7 +415,7 @@ def _settings(manifest: AdapterManifest, base: AdapterBase) -> dict[str, Any]:
     }
 
 
-def _flags(manifest: AdapterManifest) -> dict[str, bool]:
+def peft_flags(manifest: AdapterManifest) -> dict[str, bool]:
     """Return the keys that select the adapter method.
 
     Raises:

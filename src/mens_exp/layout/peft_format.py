@@ -141,7 +141,10 @@ def read_settings(directory: Path) -> PeftSettings:
     config = parse_json(read_bytes(path), str(path))
     if not isinstance(config, dict):
         raise DataError("not an object", where=str(path))
-    tunes_norms = config.get("peft_type") == norms.PEFT_TYPE
+    peft_type = config.get("peft_type")
+    if isinstance(peft_type, str) and peft_type not in _CONTENT:
+        raise _not_read(path, peft_type)
+    tunes_norms = peft_type == norms.PEFT_TYPE
     needed = ("peft_type", *(() if tunes_norms else ("r", "lora_alpha")))
     known = {name: value for name, value in config.items() if name in _READ}
     found = check_keys(known, _READ, needed, str(path))
@@ -162,15 +165,17 @@ def read_settings(directory: Path) -> PeftSettings:
 _CONTENT = {"LORA": "LoRA matrices", norms.PEFT_TYPE: "the vectors of norms"}
 
 
+def _not_read(path: Path, peft_type: str) -> DataError:
+    return DataError(
+        "not a LoRA adapter, and no tuned norms",
+        where=f"{path}: peft_type",
+        found=peft_type,
+        expected=" or ".join(_CONTENT),
+        remedy="name the run, or the directory with its adapter_manifest.json, if it is from here",
+    )
+
+
 def _problems(config: dict[str, Any], where: str) -> Iterator[DataError]:
-    if config["peft_type"] not in {"LORA", norms.PEFT_TYPE}:
-        yield DataError(
-            "not a LoRA adapter, and no tuned norms",
-            where=f"{where}: peft_type",
-            found=config["peft_type"],
-            expected=f"LORA or {norms.PEFT_TYPE}",
-        )
-        return
     start = config.get("init_lora_weights")
     if start not in _STARTS:
         yield DataError(

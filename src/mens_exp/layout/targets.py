@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mens_exp.layout.shape import Shape
 
 EXPERTS = "experts"
+EMBEDDING = "embedding"
 GROUPS = ("attention", "qkv", "qv", "o_proj", "mlp", EXPERTS, "all_linear", HEAD, NORMS)
 _GLOB = "*?["
 
@@ -142,9 +143,22 @@ def adaptable(spec: AdapterSpec, shape: Shape) -> tuple[LinearModule, ...]:
     return norm_modules(shape) if spec.on_norms else linear_modules(shape)
 
 
+def embedding_module(shape: Shape) -> LinearModule:
+    """Return the embedding table, to which prompt tuning adds rows."""
+    return LinearModule(
+        path=shape.family.embedding,
+        logical=EMBEDDING,
+        kind=EMBEDDING,
+        layer=None,
+        reads=EMBEDDING,
+        out=shape.vocab_size,
+        width=shape.hidden_size,
+    )
+
+
 def every_module(shape: Shape) -> tuple[LinearModule, ...]:
-    """Return every module that some adapter method can adapt."""
-    return (*linear_modules(shape), *norm_modules(shape))
+    """Return every module that some adapter method can adapt, the embedding table first."""
+    return (embedding_module(shape), *linear_modules(shape), *norm_modules(shape))
 
 
 def linear_weights(shape: Shape) -> dict[str, tuple[int, int]]:
@@ -197,6 +211,8 @@ def chosen(lora: LoraConfig, shape: Shape) -> tuple[LinearModule, ...]:
         ConfigError: a target matches nothing.
         Problems: several do.
     """
+    if lora.spec.on_embedding:
+        return (embedding_module(shape),)
     Problems.raise_if(target_problems(lora, shape))
     modules = adaptable(lora.spec, shape)
     matched = {one.path for t in lora.targets for one in _matching(t, modules, shape.family)}

@@ -392,6 +392,15 @@ class AdapterMethod:
             for layer in layers:
                 layer.adapts = True
 
+    def virtual_ids(self, layers: Collection[Any]) -> list[int]:
+        """Return the ids of the virtual tokens before each document; empty if there are none.
+
+        Args:
+            layers: the adapted layers; a disabled adapter has no virtual tokens.
+        """
+        del layers
+        return []
+
     def dropouts(self, config: RunConfig, layers: Sequence[tuple[LinearModule, Any]]) -> list[Any]:
         """Return the dropout streams; ``begin()`` is called on each at every micro-batch.
 

@@ -40,6 +40,7 @@ from mens_exp.rows.files import resolve_files
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from mens_exp.config.lora import LoraConfig
     from mens_exp.config.root import RunConfig
 
 _VERSION = 1  # increment when the same meaning gets a different digest
@@ -237,9 +238,7 @@ def contract_of(config: RunConfig, extensions: Sequence[Extension] = ()) -> Fine
         data=data,
         adapter=AdapterPart(
             method=kernel.method if kernel else "qlora",
-            rank=config.lora.r,
-            alpha=config.lora.alpha,
-            dropout=config.lora.dropout,
+            **_adapter_values(config.lora),
             targets=kernel.targets if kernel else FULL_GRAPH,
         ),
         quant=QuantPart(base=config.quant.quant_type.value, double_quant=config.quant.double_quant),
@@ -259,6 +258,13 @@ def contract_of(config: RunConfig, extensions: Sequence[Extension] = ()) -> Fine
         provenance=origin_of(config),
         settings=settings,
     )
+
+
+def _adapter_values(lora: LoraConfig) -> dict[str, Any]:
+    """Return rank, alpha and dropout; virtual tokens are the rank of prompt tuning."""
+    if lora.spec.on_embedding:
+        return {"rank": lora.spec.rank(lora), "alpha": lora.spec.alpha(lora), "dropout": 0.0}
+    return {"rank": lora.r, "alpha": lora.alpha, "dropout": lora.dropout}
 
 
 def _proxy_part(config: RunConfig) -> dict[str, Any]:

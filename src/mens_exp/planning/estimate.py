@@ -81,14 +81,15 @@ _STDLIB_SHARE = 0.33  # measured: characters of rows per byte of source read
 def count_tokens(config: RunConfig, cache: Path) -> dict[str, Any]:
     """Count tokens exactly from a warm cache, or else estimate them.
 
-    Estimates use characters, some encoded rows if the tokenizer is available, or file sizes.
+    Estimates use characters, some encoded rows if the tokenizer is available, or file sizes. The
+    virtual tokens of an adapter are included.
     """
-    data = config.data
+    data, virtual = config.data, config.lora.spec.virtual_tokens(config.lora)
     is_whole = not asked(data.filter)
     if is_whole and isinstance(data, StdlibData) and not stdlib.is_cached(cache):
-        return _of_library(data)
+        return _of_library(data, virtual)
     if is_whole and isinstance(data, SyntheticData) and not synthetic.is_cached(data, cache):
-        return _of_generator(data)
+        return _of_generator(data, virtual)
     rows = load_rows(config.data, cache, keep=True)
     if rows.streamed:
         return _of_stream(config, rows, cache)
@@ -98,23 +99,24 @@ def count_tokens(config: RunConfig, cache: Path) -> dict[str, Any]:
         basis = "counted, from the cache"
         return {"source": rows.source, **about, **exact, "exact": True, "basis": basis}
     scale, basis = _sampled(config, rows, cache)
-    train = _document_tokens(rows, Side.TRAIN, config.data.seq_len, scale)
+    train = _document_tokens(rows, Side.TRAIN, config, scale)
     return {
         "source": rows.source,
         **about,
         "train_rows": len(rows.train),
         "train_tokens": round(sum(train)),
-        "val_tokens": _estimate_tokens(rows, Side.VAL, config.data.seq_len, scale),
+        "val_tokens": round(sum(_document_tokens(rows, Side.VAL, config, scale))),
         **_lengths(train),
         "exact": False,
         "basis": basis,
     }
 
 
-def _of_library(data: StdlibData) -> dict[str, Any]:
-    characters = stdlib.source_bytes() * _STDLIB_SHARE
+def _of_library(data: StdlibData, virtual: int) -> dict[str, Any]:
     train = 1 - data.val_frac - data.heldout_frac
-    typical = _STDLIB_TYPICAL * (1 - math.exp(-data.seq_len / _STDLIB_SCALE))
+    own = _STDLIB_TYPICAL * (1 - math.exp(-(data.seq_len - virtual) / _STDLIB_SCALE))
+    typical = own + virtual
+    characters = stdlib.source_bytes() * _STDLIB_SHARE * typical / own
     return {
         "source": data.source,
         "train_rows": None,
@@ -127,16 +129,16 @@ def _of_library(data: StdlibData) -> dict[str, Any]:
     }
 
 
-def _of_generator(data: SyntheticData) -> dict[str, Any]:
+def _of_generator(data: SyntheticData, virtual: int) -> dict[str, Any]:
     rows = synthetic.counts(data)
     characters = _WRITING_CHARS + data.repair_frac * (_REPAIR_CHARS - _WRITING_CHARS)
-    tokens = min(characters / CHARS_PER_TOKEN + _TEMPLATE_TOKENS, data.seq_len)
+    tokens = min(characters / CHARS_PER_TOKEN + _TEMPLATE_TOKENS + virtual, data.seq_len)
     return {
         "source": data.source,
         "train_rows": rows[Side.TRAIN],
         "train_tokens": round(rows[Side.TRAIN] * tokens),
         "val_tokens": round(rows[Side.VAL] * tokens),
-        "longest_tokens": min(_GENERATED_LONGEST, data.seq_len),
+        "longest_tokens": min(_GENERATED_LONGEST + virtual, data.seq_len),
         "typical_tokens": round(min(_GENERATED_SPREAD * tokens, data.seq_len)),
         "exact": False,
         "basis": "rows as asked for, tokens estimated; nothing is generated yet",
@@ -145,14 +147,14 @@ def _of_generator(data: SyntheticData) -> dict[str, Any]:
 
 def _of_stream(config: RunConfig, rows: Rows, cache: Path) -> dict[str, Any]:
     """Estimate from the first rows, scaled by the fraction of the files that they make up."""
-    seq_len, (per_estimate, _) = config.data.seq_len, _sampled(config, rows, cache)
+    per_estimate, _ = _sampled(config, rows, cache)
     about = rows.record()
     files, read = about["streaming"].get("file_bytes", {}), about["streaming"]["first_rows"]
     scale, basis = 1.0, f"of the first {read['rows']} rows, estimated; the others are not read"
     if files and read["bytes"] and all(name.endswith(".jsonl") for name in files):
         scale = max(sum(files.values()) / read["bytes"], 1.0)
         basis = f"estimated from the first {read['rows']} rows and the sizes of the files"
-    train = _document_tokens(rows, Side.TRAIN, seq_len, per_estimate)
+    train = _document_tokens(rows, Side.TRAIN, config, per_estimate)
     return {
         "source": rows.source,
         **about,
@@ -160,7 +162,7 @@ def _of_stream(config: RunConfig, rows: Rows, cache: Path) -> dict[str, Any]:
         "train_rows": round(len(rows.train) * scale),
         "heldout_rows": len(rows.heldout),  # not scaled: like validation, from the first rows only
         "train_tokens": round(round(sum(train)) * scale),
-        "val_tokens": _estimate_tokens(rows, Side.VAL, seq_len, per_estimate),
+        "val_tokens": round(sum(_document_tokens(rows, Side.VAL, config, per_estimate))),
         **_lengths(train),
         "exact": False,
         "basis": basis,
@@ -185,13 +187,16 @@ def _cached_counts(config: RunConfig, rows: Rows, cache: Path) -> dict[str, Any]
     blocks: int | None = None if config.data.packing else rows_read
     if config.data.packing and not shares_prompts(config.objective):
         blocks = count_blocks(cache, key, train)
+    virtual = key.labelling.virtual_tokens
+    tokens = train.tokens + virtual * train.documents
+    squares = train.squares + virtual * (train.tokens + tokens)  # of lengths with virtual tokens
     return {
         "train_rows": rows_read,
         "train_blocks": blocks,
-        "train_tokens": train.tokens,
-        "val_tokens": val.tokens,
-        "longest_tokens": train.longest,
-        "typical_tokens": round(train.squares / max(train.tokens, 1)),
+        "train_tokens": tokens,
+        "val_tokens": val.tokens + virtual * val.documents,
+        "longest_tokens": train.longest + virtual,
+        "typical_tokens": round(squares / max(tokens, 1)),
         **_contract(config, cache, key, train),
     }
 
@@ -213,14 +218,11 @@ def _contract(config: RunConfig, cache: Path, key: CacheKey, counts: TokenCounts
     }
 
 
-def _estimate_tokens(rows: Rows, side: Side, seq_len: int, scale: float) -> int:
-    return round(sum(_document_tokens(rows, side, seq_len, scale)))
-
-
-def _document_tokens(rows: Rows, side: Side, seq_len: int, scale: float) -> array[float]:
+def _document_tokens(rows: Rows, side: Side, config: RunConfig, scale: float) -> array[float]:
     """Estimate the document lengths of a side; for rows on disk this reads them."""
-    pairs = getattr(rows, side.value)
-    return array("d", (min(estimated_tokens(pair) * scale, seq_len) for pair in pairs))
+    pairs, limit = getattr(rows, side.value), config.data.seq_len
+    virtual = config.lora.spec.virtual_tokens(config.lora)
+    return array("d", (min(estimated_tokens(one) * scale + virtual, limit) for one in pairs))
 
 
 _SAMPLED_ROWS = 32  # encoded by a plan; takes hundredths of a second (a rough choice)
@@ -510,7 +512,8 @@ def _lora(config: RunConfig) -> str:
         return "none"
     lora = config.lora
     start = [f"starts from {lora.init.value}"] if not lora.init.spec.is_drawn else []
-    return ", ".join(["+".join(lora.targets), *lora.spec.described(lora), *start])
+    targets = ["+".join(lora.targets)] if lora.targets else []
+    return ", ".join([*targets, *lora.spec.described(lora), *start])
 
 
 def _blocks(config: RunConfig, data: dict[str, Any]) -> int | None:

@@ -60,7 +60,7 @@ class Disk:
         checkpoints_kept: states on disk at the same time, including one being written.
         checkpoints_saved: states written over the whole run; None if the steps are unknown.
         base: a copy of the base that must be created or downloaded into the cache.
-        merged: a merged model in bf16, which only an export writes.
+        merged: a merged model in bf16, which only an export writes; 0 if the adapter cannot be.
     """
 
     adapter: int
@@ -100,7 +100,7 @@ def disk(config: RunConfig, shape: Shape, cache: Path, steps: int | None) -> Dis
         checkpoints_kept=keep if saved is None else min(keep, saved),
         checkpoints_saved=saved,
         base=_base(config, whole, cache),
-        merged=whole * _BF16,
+        merged=0 if config.lora.spec.not_merged else whole * _BF16,
     )
 
 

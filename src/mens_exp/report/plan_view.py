@@ -243,7 +243,8 @@ def _disk(values: Mapping[str, Any]) -> Iterator[str]:
     )
     if values.get("base"):
         yield f"{wording.size(values['base'])} for a copy of the base model"
-    yield f"{wording.size(values['merged'])} for a merged model, if you make one"
+    if values["merged"]:
+        yield f"{wording.size(values['merged'])} for a merged model, if you make one"
 
 
 def _estimate(values: Mapping[str, Any], spell: Callable[[float], str]) -> Iterator[str]:

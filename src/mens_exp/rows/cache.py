@@ -101,9 +101,9 @@ def peek(root: Path, key: CacheKey) -> TokenCounts | None:
 
 
 def peek_units(root: Path, key: CacheKey, counts: TokenCounts) -> np.ndarray | None:
-    """Return the tokens of each cached unit of documents, without opening the documents.
+    """Return the room that each cached unit of documents takes, without opening the documents.
 
-    A unit is the documents that stay together.
+    A unit is the documents that stay together. Its room includes virtual tokens.
 
     Returns:
         None if they do not match their counts.
@@ -120,6 +120,7 @@ def peek_units(root: Path, key: CacheKey, counts: TokenCounts) -> np.ndarray | N
     if found != [counts.tokens, counts.longest, counts.squares] or lengths.min(initial=1) < 1:
         return None
     units: np.ndarray = lengths.reshape(-1, together).sum(axis=1)
+    units += together * key.labelling.virtual_tokens
     return units if units.max(initial=0) <= key.labelling.seq_len else None
 
 

@@ -44,6 +44,8 @@ class Labelling:
         truncation: the side that is truncated, ``right`` or ``left``.
         k: number of tokens that ``last_k`` supervises; 0 means every token after the prompt.
         options: further settings of an objective that select tokens.
+        virtual_tokens: places before the tokens of each document that the adapter takes of
+            ``seq_len``.
     """
 
     objective: str
@@ -52,6 +54,7 @@ class Labelling:
     truncation: str = "right"
     k: int = 0
     options: tuple[tuple[str, Any], ...] = ()
+    virtual_tokens: int = 0
 
     @property
     def rows(self) -> RowDocuments:
@@ -75,13 +78,14 @@ class Labelling:
 
     @property
     def document_tokens(self) -> int:
-        """Maximum tokens of one document."""
-        return self.seq_len // self.rows.together
+        """Maximum tokens of one document, without virtual tokens."""
+        return self.seq_len // self.rows.together - self.virtual_tokens
 
     def record(self) -> dict[str, Any]:
         """Return the settings in the form used in cache keys."""
         found = asdict(self)
-        return {name: value for name, value in found.items() if name != "options" or value}
+        optional = {"options", "virtual_tokens"}
+        return {name: value for name, value in found.items() if name not in optional or value}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +99,8 @@ class Encoded:
     each token for the objective. Groups of ``together`` consecutive documents, such as an answer
     and the one to compare it with, stay in one micro-batch. ``shared`` is the length of the prefix
     that a document shares with the previous one and that packing computes only once; None if no
-    document shares any.
+    document shares any. ``virtual_tokens`` is the number of places that each document takes besides
+    its tokens, for the vectors of prompt tuning.
     """
 
     ids: np.ndarray  # [tokens] int32
@@ -108,6 +113,7 @@ class Encoded:
     extra: dict[str, np.ndarray] = field(default_factory=dict)  # [tokens] float32
     together: int = 1
     shared: np.ndarray | None = None  # [documents] int64
+    virtual_tokens: int = 0
 
     def __len__(self) -> int:
         """Return the number of documents."""
@@ -126,10 +132,13 @@ class Encoded:
 
     @property
     def room(self) -> np.ndarray:
-        """Number of tokens that each unit takes in a block, without shared prefixes."""
-        if self.shared is None:
-            return self.units
-        room: np.ndarray = self.units - self.shared.reshape(-1, self.together).sum(axis=1)
+        """Number of tokens that each unit takes in a block, without shared prefixes.
+
+        Virtual tokens are counted once for the documents that share a prefix.
+        """
+        shared = np.zeros(len(self), np.int64) if self.shared is None else self.shared
+        others = self.virtual_tokens * (shared == 0) - shared
+        room: np.ndarray = self.units + others.reshape(-1, self.together).sum(axis=1)
         return room
 
 

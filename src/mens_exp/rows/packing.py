@@ -228,6 +228,7 @@ def cached_blocks(
     *,
     together: int = 1,
     shares: bool = False,
+    virtual_tokens: int = 0,
 ) -> Blocks:
     """Pack documents, or open the cached result of packing them.
 
@@ -238,10 +239,12 @@ def cached_blocks(
         capacity: tokens per block.
         together: number of documents of a unit.
         shares: whether they share prompts, which are then counted once.
+        virtual_tokens: of each document, which ``lengths`` include.
     """
     if len(lengths) < _CACHED_FROM:
         return pack(lengths, capacity).of_units(together)
-    key = _key(content_sha256, capacity, together) | ({"shares": True} if shares else {})
+    key = _key(content_sha256, capacity, together, virtual_tokens)
+    key |= {"shares": True} if shares else {}
     directory = _directory(root, key)
     found = _open_blocks(directory)
     if found is None:
@@ -266,21 +269,25 @@ def count_blocks(root: Path, key: CacheKey, counts: TokenCounts) -> int | None:
         None if the documents are too many to pack them for a plan and no run has packed them, or
         if they are damaged.
     """
-    together, capacity = key.labelling.rows.together, key.labelling.seq_len
+    labelling = key.labelling
+    together, capacity = labelling.rows.together, labelling.seq_len
     if counts.documents // together < _CACHED_FROM:
         units = peek_units(root, key, counts)
         return None if units is None else len(pack(units, capacity))
-    meta = files.arrays_meta(_directory(root, _key(counts.sha256, capacity, together)))
+    meta = files.arrays_meta(
+        _directory(root, _key(counts.sha256, capacity, together, labelling.virtual_tokens))
+    )
     sizes = {} if meta is None else {name: size for name, _, size, _ in meta["arrays"]}
     return sizes["bounds"] - 1 if "bounds" in sizes else None
 
 
-def _key(content_sha256: str, capacity: int, together: int) -> dict[str, Any]:
+def _key(content_sha256: str, capacity: int, together: int, virtual_tokens: int) -> dict[str, Any]:
     return {
         "content": content_sha256,
         "capacity": capacity,
         "method": PACKING_METHOD,
         **({"together": together} if together > 1 else {}),
+        **({"virtual_tokens": virtual_tokens} if virtual_tokens else {}),
     }
 
 

@@ -16,7 +16,7 @@ from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.scorecard import Condition
 from mens_exp.config.evaluation import EngineKind
-from mens_exp.config.lora import ADAPTERS, LoraVariant, PassthroughConfig
+from mens_exp.config.lora import ADAPTERS, LoraVariant, PassthroughConfig, prompt_tuning
 from mens_exp.config.quant import PATTERNS, QUANTIZERS
 from mens_exp.corpus.data_contract import heldout_part
 from mens_exp.corpus.source import load_rows
@@ -399,6 +399,11 @@ def with_adapter(config: RunConfig, directory: Path) -> tuple[RunConfig, Startin
             expected=f"layers of {config.model.name}",
             remedy="choose the model that the adapter was trained on",
         )
+    spec = ADAPTERS.known(adapter.variant)
+    if spec is not None and spec.on_embedding:
+        config.lora = prompt_tuning(adapter.rank)
+        config.lora.init_from = str(directory)
+        return config, adapter
     if adapter.peft_config and not isinstance(config.lora, PassthroughConfig):
         config.lora = PassthroughConfig(name=config.lora.name)
     lora = config.lora
@@ -407,7 +412,7 @@ def with_adapter(config: RunConfig, directory: Path) -> tuple[RunConfig, Startin
     found = (modules[name] for name in modules if name in ranks)
     lora.targets = list(dict.fromkeys(one.stack or one.path for one in found))
     lora.r, lora.alpha, lora.dropout = adapter.rank, adapter.alpha, 0.0
-    if ADAPTERS.known(adapter.variant) is None:
+    if spec is None:
         raise RequestError(
             "unknown adapter method",
             where=str(directory),

@@ -17,6 +17,7 @@ from mens_exp.artifacts.data_contract import DataContract, StoredReference
 from mens_exp.artifacts.digest import digest, sha256_file
 from mens_exp.artifacts.provenance import code_digest
 from mens_exp.artifacts.telemetry import read_document_losses, write_document_losses
+from mens_exp.config.lora import PromptTuningConfig
 from mens_exp.config.objective import RewardScale
 from mens_exp.config.quant import QUANTIZERS
 from mens_exp.config.rules.graph import allocated_steps_problems
@@ -222,8 +223,12 @@ def fit(
 def start_from_rows(
     config: RunConfig, backend: Backend, data: RowsDataModule, checkpoint: Path | None = None
 ) -> dict[str, Any]:
-    """Set a new adapter's values that depend on the rows; return facts for the record."""
-    init = config.lora.init.spec
+    """Set a new adapter's values that depend on rows or tokenizer; return facts for the record."""
+    lora, init = config.lora, config.lora.init.spec
+    if isinstance(lora, PromptTuningConfig) and lora.prompt_tuning_init_text:
+        from mens_exp.lora.prompt_tuning import start_from_text
+
+        return start_from_text(backend, data.tokenizer, lora.prompt_tuning_init_text)
     if checkpoint is not None or not init.from_rows:
         return {}
     if init.from_gradients:

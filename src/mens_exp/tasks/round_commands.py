@@ -74,6 +74,7 @@ class RoundCommands:
         start = []
         if number > 1 and self.config.rejection_sampling.start is RoundStart.last:
             start = [override_of("lora.init_from", str(self.place(number - 1) / "train"))]
+            kept = [text for text in kept if not text.startswith("lora.prompt_tuning_init")]
         own = self.config.data.path if isinstance(self.config.data, JsonlData) else []
         files = [own] if isinstance(own, str) else [*own]
         files += [str(self.place(number) / ROWS)] if has_rows else []

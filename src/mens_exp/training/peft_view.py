@@ -102,7 +102,10 @@ def _plain(backend: QloraBackend, documents: Encoded, kernel: str, device: torch
         for start, end in pairwise(documents.offsets.tolist()):
             ids_BT = torch.from_numpy(documents.ids[None, start:end]).long().to(device)
             learned = torch.from_numpy(documents.supervised[start:end]).to(device)
-            logits_BTV = backend.model(input_ids=ids_BT, use_cache=False).logits
+            virtual_BK = torch.tensor([backend.virtual_ids], device=device, dtype=ids_BT.dtype)
+            every_BT = torch.cat([virtual_BK, ids_BT], dim=1)
+            logits_BTV = backend.model(input_ids=every_BT, use_cache=False).logits
+            logits_BTV = logits_BTV[:, virtual_BK.shape[1] :]
             predicted = logits_BTV[0, :-1][learned[1:]].float()
             total += float(
                 torch.nn.functional.cross_entropy(

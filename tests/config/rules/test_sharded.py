@@ -48,6 +48,7 @@ def test_a_frozen_base_is_held_in_parts(tiny_config, overrides):
         ([BF16, "quant.type_pattern={mlp:nf2}"], "quant.type_pattern", "mlp", "trainer=ddp"),
         ([BF16, BLOCKS], "quant.block_size_pattern", "down_proj", "trainer=ddp"),
         ([BF16, "lora=randlora"], "lora.variant", "randlora", "trainer=ddp"),
+        ([BF16, "lora=prompt_tuning"], "lora.variant", "prompt_tuning", "trainer=ddp"),
         ([BF16, "lora=adalora"], "lora.variant", "adalora", "trainer=ddp"),
     ],
 )

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from mens_exp.artifacts.adapter_v3 import LEVELS_EXPECTED, are_levels
 from mens_exp.config.backend import BACKEND_SPECS, FullConfig, ProxyConfig
 from mens_exp.config.fields import shown
-from mens_exp.config.lora import ADAPTERS
+from mens_exp.config.lora import ADAPTERS, PromptInit, PromptTuningConfig
 from mens_exp.config.model import Checkpointing, ModelFamily, RandomModel
-from mens_exp.config.optim import ScheduleFreeConfig
+from mens_exp.config.optim import MuonConfig, ScheduleFreeConfig
 from mens_exp.config.quant import (
     PATTERNS,
     ComputeDtype,
@@ -286,7 +286,10 @@ def _unused_by_the_proxy(quant: QuantConfig) -> Iterator[ConfigError]:
 def lora_problems(config: RunConfig) -> Iterator[ConfigError]:
     """Yield the problems of `lora`."""
     lora = config.lora
-    yield from _target_problems(lora.targets)
+    if not lora.spec.on_embedding:
+        yield from _target_problems(lora.targets)
+    elif isinstance(lora, PromptTuningConfig):
+        yield from _prompt_problems(config, lora)
     yield from _pattern_problems(lora)
     yield from _method_problems(config)
     quant = config.quant
@@ -390,6 +393,67 @@ def _target_problems(targets: list[str]) -> Iterator[ConfigError]:
             where="lora.targets",
             found=", ".join(targets),
             expected="each module once",
+        )
+
+
+def _prompt_problems(config: RunConfig, lora: PromptTuningConfig) -> Iterator[ConfigError]:
+    """Yield settings of this group and of others that prompt tuning does not support."""
+    name = lora.spec.name
+    if lora.targets:
+        yield ConfigError(
+            f"{name} adapts no module: its vectors come before the embeddings of a document",
+            where="lora.targets",
+            found=", ".join(lora.targets),
+            expected="[]",
+            remedy="leave out lora.targets, or choose lora=all_linear to adapt modules",
+        )
+    yield from _start_problems(lora)
+    if config.objective.neftune_alpha:
+        yield ConfigError(
+            "noise on the embeddings would also fall on the virtual tokens, unlike in PEFT",
+            where="objective.neftune_alpha",
+            found=config.objective.neftune_alpha,
+            expected=f"0 with lora={lora.spec.option}",
+            remedy="leave out objective.neftune_alpha",
+        )
+    if config.objective.spec.compares_groups and lora.init_from is None:
+        yield ConfigError(
+            "learns from answers of the model that training starts from, and new virtual tokens "
+            "change that model",
+            where=f"objective={config.objective.name}",
+            found=f"lora={lora.spec.option} without lora.init_from",
+            expected="the run whose adapter gave the answers, as lora.init_from",
+            remedy="train the virtual tokens with objective=assistant first, or choose "
+            "lora=all_linear, which starts as the base",
+        )
+    if isinstance(config.optim, MuonConfig):
+        yield ConfigError(
+            "Muon is meant for the matrices of hidden layers, and virtual tokens are embeddings",
+            where="optim",
+            found=f"{config.optim.name} with lora.variant={name}",
+            expected="an optimizer that treats each value apart",
+            remedy="choose optim=adamw",
+        )
+
+
+def _start_problems(lora: PromptTuningConfig) -> Iterator[ConfigError]:
+    """Yield an initialization from a text that is missing, or from an adapter too."""
+    if lora.prompt_tuning_init is not PromptInit.text:
+        return
+    if not (lora.prompt_tuning_init_text or "").strip():
+        yield ConfigError(
+            "is required for lora.prompt_tuning_init=text",
+            where="lora.prompt_tuning_init_text",
+            found=lora.prompt_tuning_init_text,
+            expected="a text, such as 'Complete the Python function.'",
+        )
+    if lora.init_from is not None:
+        yield ConfigError(
+            "an adapter has only one starting point",
+            where="lora.prompt_tuning_init",
+            found=f"text and lora.init_from={lora.init_from}",
+            expected="another initialization, or lora.init_from=null",
+            remedy="drop one of the two",
         )
 
 

@@ -360,7 +360,8 @@ def objective_problems(config: RunConfig) -> Iterator[ConfigError]:
             remedy="set data.streaming=false"
             + (f", or objective.{name}={off}" if is_chosen else ""),
         )
-    yield from spec.problems(settings, config.data.seq_len)
+    room = config.data.seq_len - config.lora.spec.virtual_tokens(config.lora)
+    yield from spec.problems(settings, room)
 
 
 _WITH_TEACHER = ("qlora", "lora", "full")  # backends that compute all positions of a causal model

@@ -9,6 +9,7 @@ from mens_exp.config.fields import range_problems
 from mens_exp.config.model import HfModel
 from mens_exp.config.optim import MuonConfig
 from mens_exp.config.trainer import Strategy
+from mens_exp.corpus.source import labelling_of
 from mens_exp.errors import ConfigError
 from mens_exp.layout.model_cache import marked_weights, ready_directory
 from mens_exp.layout.shape import HEAD, family_for, shape_of
@@ -55,6 +56,7 @@ def check_lora(config: RunConfig) -> Iterator[MensError]:
             remedy="choose other targets, or lora.variant=lora",
         )
     yield from _rank_problems(lora, modules)
+    yield from _virtual_problems(config)
     yield from lora.spec.problems(config, modules)
     if lora.init.spec.from_rows:
         yield from _inputs_problems(lora, modules, shape)
@@ -74,6 +76,23 @@ def _rank_problems(lora: LoraConfig, modules: Sequence[LinearModule]) -> Iterato
             found=f"{lora.r}, and at most {limited[kind]} fits {kind}",
             expected=f"at most {limited[kind]}",
             remedy=f"set lora.r={limited[kind]}, or choose other targets",
+        )
+
+
+_LEAST = 2  # tokens of a document, of which the second is predicted
+
+
+def _virtual_problems(config: RunConfig) -> Iterator[MensError]:
+    """Refuse virtual tokens that leave no room for a document within `data.seq_len`."""
+    many = config.lora.spec.virtual_tokens(config.lora)
+    room = labelling_of(config).document_tokens if many else _LEAST
+    if room < _LEAST:
+        yield ConfigError(
+            "the virtual tokens leave no room for a document",
+            where="lora.num_virtual_tokens",
+            found=f"{many} with data.seq_len={config.data.seq_len}",
+            expected=f"at most {many + room - _LEAST}",
+            remedy="lower lora.num_virtual_tokens, or raise data.seq_len",
         )
 
 
@@ -174,7 +193,7 @@ def check_initial_adapter(config: RunConfig) -> Iterator[MensError]:
     lora = config.lora
     for name, ours, theirs in (
         ("variant", lora.spec.name, adapter.variant),
-        ("r", lora.spec.rank(lora), adapter.rank),
+        (lora.spec.rank_setting, lora.spec.rank(lora), adapter.rank),
         ("alpha", lora.spec.alpha(lora), adapter.alpha),
         ("config", dict(getattr(lora, "config", {})), adapter.peft_config),
     ):
