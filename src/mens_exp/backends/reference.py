@@ -31,7 +31,7 @@ from mens_exp.objective.causal import CrossEntropy
 from mens_exp.quant.bnb import quantized_linears, values_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from mens_exp.backends.qlora import QloraBackend
     from mens_exp.data.batch import Batch
