@@ -543,17 +543,22 @@ class FrozenWeights:
 
         Every token of an answer needs all weights. Keeping them saves a fifth of a step with NF4
         and two thirds with codebooks (measured: SmolLM2, eight answers at a time). The values are
-        the same. Nothing changes on other devices.
+        the same. Nothing changes on other devices, or if processes hold parts of the weights.
 
         Args:
             model: the model on its device.
             dtype: the compute format.
         """
+        from torch.distributed.tensor import DTensor
+
         layers = quantized_linears(model).values()
         needed = dtype.itemsize * sum(one.in_features * one.out_features for one in layers)
-        on_cpu = all(one.weight.device.type == "cpu" for one in layers)
+        are_here = all(
+            one.weight.device.type == "cpu" and not isinstance(one.weight, DTensor)
+            for one in layers
+        )
         room = min(MOST_DEQUANTIZED, host_memory()[1] * _SHARE_OF_FREE)
-        self._kept = {} if on_cpu and needed <= room else None
+        self._kept = {} if are_here and needed <= room else None
         try:
             yield
         finally:

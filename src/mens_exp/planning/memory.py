@@ -491,7 +491,8 @@ def _completions(config: RunConfig, shape: Shape, width: int) -> dict[str, int]:
     """Return what answers of a suite take, with the weights that are dequantized for them."""
     found = {"completions": _COMPLETIONS}
     dequantized = frozen_linears(config, shape) * width
-    is_kept = config.backend.name == "qlora" and dequantized <= MOST_DEQUANTIZED
+    is_whole = config.backend.name == "qlora" and not is_in_parts(config)
+    is_kept = is_whole and dequantized <= MOST_DEQUANTIZED
     return found | ({"dequantized base, for completions": dequantized} if is_kept else {})
 
 
