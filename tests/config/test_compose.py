@@ -193,7 +193,7 @@ def test_every_value_enters_the_digest():
     base.sync.project, base.sync.entity = "p", "e"
     base.merge.mode, base.merge.dtype, base.merge.base = "full", "bf16", "original"
     base.export.base_quant, base.export.double_quant = "nf4", True
-    base.attribute.bits, base.attribute.quant_types = 4.0, ["nf2"]
+    base.attribute.bits, base.attribute.quant_types, base.attribute.rank = 4.0, ["nf2"], 4
     base.data.filter.min_rating, base.data.filter.min_chars, base.data.filter.max_chars = 3, 1, 9
     for name in ("category", "exclude_category", "language"):
         base.data.filter[name] = "f"
