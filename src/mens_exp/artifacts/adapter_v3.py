@@ -125,6 +125,7 @@ class Projections(TypedDict):
     sha256: str
 
 
+_FEWEST_LEVELS, _MOST_LEVELS = 2, 256
 LEVELS_EXPECTED = "2 to 256 different numbers in ascending order, the largest from 1e-6 to 1e6"
 
 
@@ -185,7 +186,6 @@ def _quantizer_problems(stored: Mapping[str, Any], header: str, where: str) -> l
 MANIFEST_NAME = "adapter_manifest.json"
 TENSORS_NAME = "adapter.safetensors"
 OLDER_MANIFEST_NAME = "populi_adapter_manifest_v3.json"
-_FEWEST_LEVELS, _MOST_LEVELS = 2, 256
 FORMATS = ("vox_mens_adapter", "vox_populi_adapter")  # the current name, then older ones
 _OPTIONAL = ("base_model", "provenance", "mens_exp")  # omitted by the schema, never null
 _METHODS = ("lora", "qlora")

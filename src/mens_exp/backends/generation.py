@@ -511,7 +511,7 @@ def trace(
     ids: Sequence[int],
     *,
     device: torch.device | None = None,
-    after: Sequence[int] = (),
+    virtual_ids: Sequence[int] = (),
 ) -> Trace:
     """Run a document through a transformers causal model in evaluation mode.
 
@@ -519,14 +519,14 @@ def trace(
         model: the model; its own code computes everything between the layers.
         ids: the document's token ids.
         device: device for the ids; None uses the model's.
-        after: ids of virtual tokens before the document, of which nothing is returned.
+        virtual_ids: ids before the document, of which nothing is returned.
     """
-    ids_BT = torch.tensor([[*after, *ids]], device=device or model.device)
+    ids_BT = torch.tensor([[*virtual_ids, *ids]], device=device or model.device)
     with torch.inference_mode(), evaluating(model), quiet():
         output = model(input_ids=ids_BT, use_cache=False, output_hidden_states=True)
     states = output.hidden_states
     # transformers' last entry is the head's input, after the final norm.
     names = ["embedding", *(f"l{i}" for i in range(len(states) - 2)), "final norm"]
-    own = slice(len(after), None)
+    own = slice(len(virtual_ids), None)
     hidden = {name: state[0, own].float() for name, state in zip(names, states, strict=True)}
     return Trace(hidden=hidden, logits_TV=output.logits[0, own].float())

@@ -242,7 +242,7 @@ class QloraBackend(torch.nn.Module):
     def trace(self, ids: Sequence[int]) -> Trace:
         """Return the hidden states after each layer, and the logits, of one document."""
         with self._compute():
-            return trace(self.causal_lm, ids, after=self.virtual_ids)
+            return trace(self.causal_lm, ids, virtual_ids=self.virtual_ids)
 
     def adapter(self, config: RunConfig) -> tuple[AdapterManifest, dict[str, np.ndarray]]:
         """Return the adapter's manifest and its f32 tensors under logical names.
