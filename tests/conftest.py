@@ -23,11 +23,12 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import fork_server
 import live_adapters
 import numpy as np
+import probe_cache
 import pytest
 from filelock import FileLock
 from hypothesis import settings
 
-from mens_exp.artifacts import host
+from mens_exp.artifacts import host, provenance
 from mens_exp.artifacts.scorecard import Scorecard, read_item_events
 from mens_exp.config import loader
 from mens_exp.config.compose import compose, typed
@@ -99,14 +100,39 @@ def cache(tmp_path_factory):
         yield root
 
 
+@pytest.fixture(scope="session")
+def probes(tmp_path_factory):
+    """The directory of known results of probes, for all workers."""
+    root = tmp_path_factory.getbasetemp()
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        root = root.parent
+    (root / "probes").mkdir(exist_ok=True)
+    return root / "probes"
+
+
+@pytest.fixture(autouse=True)
+def _probes(request):
+    """Probe anew in a test that is about probes or may have changed code."""
+    is_marked = request.node.get_closest_marker("probes") is not None
+    probe_cache.is_on = not is_marked and "monkeypatch" not in request.fixturenames
+    yield
+    probe_cache.is_on = True
+
+
 @pytest.fixture(scope="session", autouse=True)
-def forked(tmp_path_factory):
+def forked(tmp_path_factory, probes):
     """Fork the package's own processes instead of starting them; see fork_server."""
     fork_server.keep_log(tmp_path_factory.getbasetemp() / "fork_server.log")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host, "Popen", fork_server.Popen)
-        fork_server.execute_before_each(WITHOUT_DRAWING + WITHOUT_SYNC)
+        known = known_checkout()
+        places = {"source": probe_cache.__file__, "kept": str(probes)}
+        fork_server.execute_before_each(
+            WITHOUT_DRAWING + WITHOUT_SYNC + known + KNOWN_PROBES.format(**places)
+        )
         patch.setattr(os, "fsync", lambda _: None)
+        exec(known, {})
+        probe_cache.install(probes)
         yield
     fork_server.end_servers()
 
@@ -121,6 +147,30 @@ WITHOUT_SYNC = """
 import os
 os.fsync = lambda _: None
 """
+# Git describes this checkout once a session, not once a run.
+KNOWN_CHECKOUT = """
+import pathlib
+from mens_exp.artifacts import provenance
+provenance._checkout = lambda directory, find=provenance._checkout: (
+    pathlib.Path({root!r}) if directory == provenance._PACKAGE_DIRECTORY else find(directory)
+)
+provenance._code = lambda root, new_in, find=provenance._code: (
+    dict({code!r}) if new_in == provenance._PACKAGE_DIRECTORY else find(root, new_in)
+)
+"""
+KNOWN_PROBES = """
+import pathlib, runpy
+runpy.run_path({source!r})["install"](pathlib.Path({kept!r}))
+"""
+
+
+def known_checkout():
+    """Return code that makes the provenance of this checkout known to a process."""
+    package = provenance._PACKAGE_DIRECTORY
+    root = provenance._checkout(package)
+    if root is None:
+        return ""
+    return KNOWN_CHECKOUT.format(root=str(root), code=provenance._code(root, package))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -337,7 +387,7 @@ def rows_file(shelf):
 
 @pytest.fixture(scope="session")
 def tiny_run(rows_file):
-    """Overrides of a training run that takes about a second: four steps of four micro-batches."""
+    """Overrides of a training run that takes half a second: four steps of two micro-batches."""
     return [
         "model=tiny_llama",
         "trainer=cpu",
@@ -352,6 +402,7 @@ def tiny_run(rows_file):
         "data.val_frac=0.1",
         "data.heldout_frac=0.1",
         "trainer.max_steps=4",
+        "trainer.accumulate_grad_batches=2",
         "optim.lr=1e-3",
         "checkpoint.every_n_steps=2",
     ]

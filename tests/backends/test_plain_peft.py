@@ -13,6 +13,8 @@ from mens_exp.model import attention
 from mens_exp.model.quiet import quiet
 from mens_exp.training.peft_view import losses
 
+pytestmark = pytest.mark.probes
+
 LENGTHS = (11, 30, 47)
 
 

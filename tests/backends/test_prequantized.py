@@ -308,12 +308,14 @@ def test_an_adapter_on_codes_is_trained_merged_and_scored(pair, typed, tmp_path)
     for loss in ("base_val_loss", "tuned_val_loss"):
         assert found[loss] == pytest.approx(expected[loss], rel=1e-5)
     assert found["tuned_val_loss"] < found["base_val_loss"]
-    typed("merge", "task=merge", f"path={run.path}", "out=merged")
+    typed("merge", "task=merge", "parity.tokens=64", f"path={run.path}", "out=merged")
     merged, tensors = (
         load_file(tmp_path / "merged" / "model.safetensors"),
         load_file(run.adapter / "adapter.safetensors"),
     )
-    _, other = typed("other", "task=merge", f"path={run.path}", f"base={dense}", *AS_ASKED)
+    _, other = typed(
+        "other", "task=merge", "parity.tokens=64", f"path={run.path}", f"base={dense}", *AS_ASKED
+    )
     assert Manifest.read(other.manifest).results["base_reason"].startswith("unquantized weights")
     _, layer = published("gptq_2_ordered")
     scale = json.loads((run.adapter / "adapter_manifest.json").read_text("utf-8"))
@@ -334,7 +336,7 @@ def test_a_merged_model_has_no_tensor_that_the_model_lacks(pair, typed, tmp_path
     idle |= {f"model.layers.0.self_attn.{one}_scale": torch.ones(1) for one in "kv"}
     changed(place, lambda state: state.update(idle))
     _, run = trained(typed, "coded", place, "quant=prequantized")
-    typed("merge", "task=merge", f"path={run.path}", "out=merged")
+    typed("merge", "task=merge", "parity.tokens=64", f"path={run.path}", "out=merged")
     assert set(load_file(tmp_path / "merged" / "model.safetensors")) == set(keys)
 
 
@@ -356,7 +358,7 @@ def test_biases_of_codes_are_kept_and_merged(typed, tmp_path):
     del tensors["expected"]
     place = coded(tmp_path / "dense", tmp_path / "awq", config, tensors)
     _, run = trained(typed, "coded", place, "quant=prequantized")
-    typed("merge", "task=merge", f"path={run.path}", "out=merged")
+    typed("merge", "task=merge", "parity.tokens=64", f"path={run.path}", "out=merged")
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     biases = {name: one for name, one in model.state_dict().items() if name.endswith("bias")}
     assert len(biases) == 3

@@ -296,21 +296,22 @@ def in_q8_0(weight):
     return (steps * scale.half().double()).reshape(weight.shape).float()
 
 
-def test_eight_bits_of_gguf_are_the_merged_weights_rounded_once(tmp_path, exported, of_gguf):
-    """The loss equals that of an f32 file whose weights are rounded here.
+def test_eight_bits_of_gguf_are_the_merged_weights_rounded_once(
+    run, tmp_path, merged, written_loss, exported, of_gguf
+):
+    """The loss equals that of the merged f32 model whose weights are rounded here.
 
     Eight bits change the loss by up to 1%, depending on the CPU that trained the adapter.
     """
-    plain = exported("format=gguf", "gguf.dtype=f32")
-    expected = of_gguf(plain, in_q8_0)
-    unrounded = of_gguf(plain)
-    shutil.rmtree(plain)
+    code, plain = merged()
+    assert code == 0
+    expected = written_loss(run, plain, in_q8_0)
     shutil.rmtree(tmp_path / "record")
     out = exported("format=gguf", "gguf.dtype=q8_0")
     assert Certificate.read(out / "parity.json").comparisons["written"]["mean_kl"] < 0.005
     assert read_handoff(out).tokenizer_source == "model.gguf"
     assert of_gguf(out) == pytest.approx(expected, rel=1e-5)
-    assert expected != pytest.approx(unrounded, rel=1e-5)
+    assert expected != validated(run, rel=1e-5)
 
 
 @pytest.mark.parametrize(

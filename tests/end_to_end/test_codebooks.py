@@ -51,7 +51,12 @@ def test_it_is_merged_into_the_values_that_it_was_trained_on(run, tmp_path, monk
     quantizer = written["mens_exp"]["quantizer"]
     assert (quantizer["quant_type"], quantizer["block_size"]) == ("nf3", 64)
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["task=merge", f"path={run.path}", "out=merged", "logger=none"]) == 0
+    assert (
+        cli.main(
+            ["task=merge", "parity.tokens=64", f"path={run.path}", "out=merged", "logger=none"]
+        )
+        == 0
+    )
     assert "nf3 values in blocks of 64, which" in " ".join(capsys.readouterr().out.split())
     certificate = json.loads((tmp_path / "merged" / "parity.json").read_text("utf-8"))
     assert certificate["passed"]
@@ -79,7 +84,14 @@ def test_given_levels_train_as_the_quantizer_that_has_them(train_in, tmp_path, c
     merged = []
     for run in runs:
         out = tmp_path / f"{run.path.name}-merged"
-        command = ["task=merge", f"path={run.path}", f"out={out}", "merge.dtype=f32", "logger=none"]
+        command = [
+            "task=merge",
+            "parity.tokens=64",
+            f"path={run.path}",
+            f"out={out}",
+            "merge.dtype=f32",
+            "logger=none",
+        ]
         assert cli.main(command) == 0
         merged.append(load_file(out / "model.safetensors"))
     for name, values in merged[0].items():
@@ -103,7 +115,13 @@ def test_levels_that_no_record_tells_cannot_be_merged(train_in, tiny_base, tmp_p
     assert written["mens_exp"]["quantizer"]["levels"] == [-1, -0.3, 0, 0.3, 1]
     del written["mens_exp"]["quantizer"]
     (adapter / "adapter_manifest.json").write_text(json.dumps(written), "utf-8")
-    command = ["task=merge", f"path={adapter}", f"base={tiny_base.directory}", "logger=none"]
+    command = [
+        "task=merge",
+        "parity.tokens=64",
+        f"path={adapter}",
+        f"base={tiny_base.directory}",
+        "logger=none",
+    ]
     capsys.readouterr()
     assert cli.main([*command, f"out={tmp_path / 'no'}"]) == 2
     assert "unknown levels of the codebook" in " ".join(capsys.readouterr().err.split())
@@ -131,7 +149,18 @@ def test_a_mixture_of_quantizers_is_merged_into_its_own_values(
         "quant.double_quant_pattern={mlp:true,v_proj:false}",
     )
     run = train_in(tmp_path / "run", *mixed, "trainer.max_steps=2", "lora.targets=[o_proj]")
-    assert cli.main(["task=merge", f"path={run.path}", f"out={tmp_path / 'm'}", "logger=none"]) == 0
+    assert (
+        cli.main(
+            [
+                "task=merge",
+                "parity.tokens=64",
+                f"path={run.path}",
+                f"out={tmp_path / 'm'}",
+                "logger=none",
+            ]
+        )
+        == 0
+    )
     assert "nf2 in 4 modules, codebook in 2 modules, nf4 in 1 module, fp4 in 1 module," in " ".join(
         capsys.readouterr().out.split()
     )
@@ -172,7 +201,13 @@ def test_a_module_is_merged_in_the_blocks_that_it_was_trained_in(
         *("quant.block_size_pattern={down_proj:128}", "lora.targets=[down_proj,o_proj]"),
         *("optim.lr=1e-2", "trainer.max_steps=2"),
     )
-    words = ["task=merge", f"path={run.path}", f"out={tmp_path / 'm'}", "merge.dtype=f32"]
+    words = [
+        "task=merge",
+        "parity.tokens=64",
+        f"path={run.path}",
+        f"out={tmp_path / 'm'}",
+        "merge.dtype=f32",
+    ]
     assert cli.main([*words, "logger=none"]) == 0
     assert "nf4 in blocks of 128 in 2 modules," in " ".join(capsys.readouterr().out.split())
     assert json.loads((tmp_path / "m" / "parity.json").read_text("utf-8"))["passed"]
@@ -208,12 +243,18 @@ def test_a_format_that_only_a_header_names_has_its_own_block(train_in, tiny_base
     shutil.copytree(run.peft, tmp_path / "peft")
     base = f"base={tiny_base.directory}"
     for command in (
-        ["task=merge", f"path={run.path}", f"out={tmp_path / 'known'}"],
+        ["task=merge", "parity.tokens=64", f"path={run.path}", f"out={tmp_path / 'known'}"],
         [
             *("task=export", f"path={tmp_path / 'peft'}", "format=v3", "model=tiny_llama"),
             *("export.base_quant=mxfp4", f"out={tmp_path / 'told'}"),
         ],
-        ["task=merge", f"path={tmp_path / 'told'}", base, f"out={tmp_path / 'assumed'}"],
+        [
+            "task=merge",
+            "parity.tokens=64",
+            f"path={tmp_path / 'told'}",
+            base,
+            f"out={tmp_path / 'assumed'}",
+        ],
     ):
         assert cli.main([*command, "logger=none"]) == 0
     known, assumed = (

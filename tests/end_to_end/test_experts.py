@@ -61,7 +61,14 @@ def test_a_merge_is_peft_s_own(name, trained_on, mixture, tmp_path):
     """Every tensor of the merged checkpoint equals PEFT's, under its original name."""
     run = trained_on(name, *UNQUANTIZED, "lora.targets=[attention,experts]")
     out = tmp_path / "merged"
-    command = ["task=merge", "logger=none", f"path={run.path}", f"out={out}", "merge.dtype=f32"]
+    command = [
+        "task=merge",
+        "parity.tokens=64",
+        "logger=none",
+        f"path={run.path}",
+        f"out={out}",
+        "merge.dtype=f32",
+    ]
     assert cli.main([*command, f"hydra.run.dir={tmp_path / 'merge'}"]) == 0
     theirs = by_peft(run, mixture(name) / "model").merge_and_unload(safe_merge=True)
     theirs.save_pretrained(tmp_path / "theirs")
@@ -304,7 +311,16 @@ def test_a_merge_on_four_bits_is_certified_and_scored_as_its_run(trained_on, tmp
     run = trained_on("qwen3_moe")
     place = tmp_path / "merge"
     assert (
-        cli.main(["task=merge", "logger=none", f"path={run.path}", f"hydra.run.dir={place}"]) == 0
+        cli.main(
+            [
+                "task=merge",
+                "parity.tokens=64",
+                "logger=none",
+                f"path={run.path}",
+                f"hydra.run.dir={place}",
+            ]
+        )
+        == 0
     )
     assert json.loads((place / "manifest.json").read_text("utf-8"))["status"] == "succeeded"
     assert json.loads(RunDir(place).parity.read_text("utf-8"))["passed"]

@@ -80,7 +80,13 @@ def test_what_was_left_out_is_known_without_the_run(train_in, tiny_base, tmp_pat
     skipped = written["mens_exp"]["quantizer"]["skip"]
     assert skipped == [f"model.layers.{layer}.mlp.down_proj" for layer in (0, 1)]
     shutil.copytree(run.adapter, tmp_path / "alone")
-    told = ["task=merge", f"path={tmp_path / 'alone'}", f"base={tiny_base.directory}", "out=new"]
+    told = [
+        "task=merge",
+        "parity.tokens=64",
+        f"path={tmp_path / 'alone'}",
+        f"base={tiny_base.directory}",
+        "out=new",
+    ]
     config = typed(compose([told])[0].values)
     merging = decided_merge(config)
     inputs, quantizer = merging.inputs, merging.choices.trained_on

@@ -8,6 +8,8 @@ from mens_exp.artifacts.manifest import Manifest
 from mens_exp.layout.families import FAMILIES
 from mens_exp.planning.machine import look
 
+pytestmark = pytest.mark.probes
+
 
 @pytest.mark.parametrize("compute", ["f32", "bf16"])
 def test_peft_reproduces_the_tuned_validation_loss(

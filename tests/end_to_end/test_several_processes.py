@@ -26,6 +26,7 @@ from mens_exp.artifacts.telemetry import read_document_losses, read_events
 from mens_exp.tasks.inspect import replay
 
 F32 = ("quant.compute_dtype=f32", "trainer.max_steps=20", "checkpoint.every_n_steps=8")
+F32 += ("trainer.accumulate_grad_batches=4",)
 TWO = ("trainer=ddp", "trainer.accelerator=cpu")
 RELATIVE = 1e-4  # sums over two processes round differently; measured: 6e-8
 

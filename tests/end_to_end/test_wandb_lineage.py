@@ -24,7 +24,13 @@ def runs(tmp_path_factory, train_in):
 
     for rank in RANKS:
         train_in(root / f"train{rank}", f"lora.r={rank}", "optim.lr=0.1", "seed=1")
-        typed(f"merge{rank}", "task=merge", "logger=none", f"path={root}/train{rank}")
+        typed(
+            f"merge{rank}",
+            "task=merge",
+            "parity.tokens=64",
+            "logger=none",
+            f"path={root}/train{rank}",
+        )
         typed(f"score{rank}", "task=evaluate", "logger=none", f"path={root}/merge{rank}", *SUITE)
     scored = ",".join(f"{root}/score{rank}" for rank in RANKS)
     typed("compare", "task=compare", f"path=[{scored}]", "logger=none")

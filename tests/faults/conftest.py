@@ -23,22 +23,22 @@ def at(place, call, signal, **more):
     return {"at": place, "call": call, "signal": signal, **more}
 
 
-# tiny_run takes four micro-batches a step and saves every second step: 2, 4 and 6 here.
+# tiny_run takes two micro-batches a step and saves every second step: 2, 4 and 6 here.
 LONGER = "trainer.max_steps=6"
-VALIDATING = [LONGER, "trainer.val_check_interval=4"]
+VALIDATING = [LONGER, "trainer.val_check_interval=2"]
 SCENARIOS = {
-    "in mid-epoch": ([LONGER], [[at("micro-batch", 20, "SIGKILL")]]),
-    "in mid-accumulation": ([LONGER], [[at("micro-batch", 22, "SIGKILL")]]),
-    "before the first checkpoint": ([LONGER], [[at("micro-batch", 5, "SIGKILL")]]),
+    "in mid-epoch": ([LONGER], [[at("micro-batch", 10, "SIGKILL")]]),
+    "in mid-accumulation": ([LONGER], [[at("micro-batch", 11, "SIGKILL")]]),
+    "before the first checkpoint": ([LONGER], [[at("micro-batch", 3, "SIGKILL")]]),
     "while a checkpoint is written": ([LONGER], [[at("rename of a checkpoint", 1, "SIGKILL")]]),
     "before the adapter is written": ([LONGER], [[at("adapter", 0, "SIGKILL")]]),
-    "twice": ([LONGER], [[at("micro-batch", 10, "SIGKILL")], [at("micro-batch", 9, "SIGKILL")]]),
-    "with validation": (VALIDATING, [[at("micro-batch", 18, "SIGKILL")]]),
-    "SIGINT": ([], [[at("micro-batch", 10, "SIGINT")]]),
-    "SIGTERM": ([], [[at("micro-batch", 10, "SIGTERM")]]),
+    "twice": ([LONGER], [[at("micro-batch", 5, "SIGKILL")], [at("micro-batch", 5, "SIGKILL")]]),
+    "with validation": (VALIDATING, [[at("micro-batch", 9, "SIGKILL")]]),
+    "SIGINT": ([], [[at("micro-batch", 5, "SIGINT")]]),
+    "SIGTERM": ([], [[at("micro-batch", 5, "SIGTERM")]]),
     "SIGINT twice": (
         [],
-        [[at("micro-batch", 10, "SIGINT"), at("report", 0, "SIGINT", sleep_s=60)]],
+        [[at("micro-batch", 5, "SIGINT"), at("report", 0, "SIGINT", sleep_s=60)]],
     ),
     "SIGINT while closing": ([], [[at("report", 0, "SIGINT")]]),
 }

@@ -27,6 +27,8 @@ from mens_exp.rows.schema import TrainingPair, to_json
 from mens_exp.tokenizer.implementations import HfTokenizer
 from mens_exp.training.module import TrainingModule
 
+pytestmark = pytest.mark.probes
+
 REFUSED = 4
 LOOP = (
     "def {name}(values):\n    total = {n}\n    for value in values:\n        total += value * {n}\n"

@@ -69,7 +69,7 @@ def typed(*command, place, size=None, cwd):
 def killed(tiny_run, tmp_path):
     """A run that was killed between its first and its second checkpoint."""
     command = [sys.executable, "-m", "mens_exp", *tiny_run, f"hydra.run.dir={tmp_path / 'killed'}"]
-    planned = [{"at": "micro-batch", "call": 13, "signal": "SIGKILL"}]
+    planned = [{"at": "micro-batch", "call": 7, "signal": "SIGKILL"}]
     done = fork_server.run(
         command, cwd=tmp_path, before=planned_signals.source(planned), capture_output=True
     )

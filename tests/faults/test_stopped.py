@@ -87,7 +87,7 @@ def test_python_m_mens_exp_resumes_a_run_killed_in_mid_epoch(stopped, longer, ca
 
 def test_validations_fall_where_they_would_have(stopped, train_in, tmp_path):
     """Each validation happens once, at its own step, checkpoint steps included."""
-    through = train_in(tmp_path / "run", LONGER, "trainer.val_check_interval=4")
+    through = train_in(tmp_path / "run", LONGER, "trainer.val_check_interval=2")
     killed = stopped("with validation")
     assert cli.main([f"resume={killed.run.path}"]) == 0
     assert adapter(killed.run) == adapter(through)

@@ -79,28 +79,38 @@ def _install(site, name, entry_points):
     (about / "entry_points.txt").write_text(entry_points)
 
 
-@pytest.fixture
-def typed(installed, tmp_path):
-    """Return a function that runs a command with or without the toys installed.
+@pytest.fixture(scope="session")
+def typed_in(installed):
+    """Return a function that runs commands in a directory, with or without the toys installed.
 
     The schemas read entry points when they are imported, so the commands are forked from a process
     that was started beside the toys.
     """
     site, options = installed
-    shutil.copytree(options / "conf", tmp_path / "conf")
 
-    def run(*words, code=0, with_toys=True):
-        done = fork_server.run(
-            [sys.executable, "-m", "mens_exp", *words],
-            cwd=tmp_path,
-            env={**os.environ, **({fork_server.SITE: str(site)} if with_toys else {})},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == code, done.stdout + done.stderr
-        return done
+    def place(directory):
+        shutil.copytree(options / "conf", directory / "conf")
 
-    return run
+        def run(*words, code=0, with_toys=True):
+            done = fork_server.run(
+                [sys.executable, "-m", "mens_exp", *words],
+                cwd=directory,
+                env={**os.environ, **({fork_server.SITE: str(site)} if with_toys else {})},
+                capture_output=True,
+                text=True,
+            )
+            assert done.returncode == code, done.stdout + done.stderr
+            return done
+
+        return run
+
+    return place
+
+
+@pytest.fixture
+def typed(typed_in, tmp_path):
+    """Return a function that runs commands in the test's directory."""
+    return typed_in(tmp_path)
 
 
 @pytest.fixture

@@ -72,7 +72,7 @@ def test_a_run_on_named_specs_is_that_on_installed_ones(own, trained, tiny_run, 
     scored = RunDir(own.directory / "scored")
     assert {event["item_id"] for event in read_item_events(scored.events)} == set("abcde")
     assert facts(scored)["provenance"]["own_classes"]["targets"] == ["toy_suite.SPEC"]
-    own("task=merge", "path=run", "out=merged", "trainer=cpu")
+    own("task=merge", "parity.tokens=64", "path=run", "out=merged", "trainer=cpu")
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     said = own("task=evaluate", f"path={run.path}", "trainer=cpu", code=2, cwd=elsewhere).stderr

@@ -91,7 +91,14 @@ def test_an_adapter_is_merged_into_the_weights_of_the_package(
     run = train_in(tmp_path / "run", *told)
     assert Manifest.read(run.manifest).data_contract["probe"]["reference"]["gradient"] < 1e-4
     out = tmp_path / "merged"
-    words = ["task=merge", f"path={run.path}", f"out={out}", "merge.dtype=f32", "logger=none"]
+    words = [
+        "task=merge",
+        "parity.tokens=64",
+        f"path={run.path}",
+        f"out={out}",
+        "merge.dtype=f32",
+        "logger=none",
+    ]
     assert cli.main(words) == 0, capsys.readouterr().err
     assert json.loads((out / "parity.json").read_text("utf-8"))["passed"]
     merged = load_file(out / "model.safetensors")

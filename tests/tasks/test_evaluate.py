@@ -137,7 +137,7 @@ def test_a_run_without_an_adapter_is_refused_before_a_directory_is_made(
     capsys,
 ):
     """The message gives the run's status and how to finish it."""
-    run = broken(tmp_path / "run", 5)
+    run = broken(tmp_path / "run", 3)
     out = tmp_path / "evaluation"
     command = ["task=evaluate", "logger=none", f"path={run.path}", *SUITE, f"hydra.run.dir={out}"]
     assert cli.main(command) == 2

@@ -29,7 +29,13 @@ def trained(train_in, place):
 
 @pytest.fixture(scope="module")
 def merged(trained, place):
-    command = ["task=merge", "logger=none", f"path={trained.path}", f"hydra.run.dir={place}/merged"]
+    command = [
+        "task=merge",
+        "parity.tokens=64",
+        "logger=none",
+        f"path={trained.path}",
+        f"hydra.run.dir={place}/merged",
+    ]
     assert cli.main(command) == 0
     return RunDir(place / "merged")
 

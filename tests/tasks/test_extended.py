@@ -63,7 +63,7 @@ def test_an_extended_run_has_a_contract_of_its_own(extended, straight):
 
 def test_an_interrupted_run_keeps_the_contract(broken, straight, tmp_path):
     """A run that was interrupted in its fourth step keeps the schedule of six, and its contract."""
-    run = broken(tmp_path / "run", 13, *COSINE, "trainer.max_steps=6")
+    run = broken(tmp_path / "run", 7, *COSINE, "trainer.max_steps=6")
     assert cli.main([f"resume={run.path}"]) == 0
     assert Manifest.read(run.manifest).attempts[-1]["resumed_from_step"] == 3
     assert adapter(run) == adapter(straight)
@@ -72,7 +72,7 @@ def test_an_interrupted_run_keeps_the_contract(broken, straight, tmp_path):
 
 def test_an_extended_run_stays_extended_when_it_is_resumed(broken, tmp_path):
     """A third attempt without a number of steps keeps the extended schedule."""
-    run = broken(tmp_path / "run", 10, *COSINE, "trainer.max_steps=3")
+    run = broken(tmp_path / "run", 5, *COSINE, "trainer.max_steps=3")
     assert cli.main([f"resume={run.path}", "trainer.max_steps=6"]) == 0
     (run.checkpoints / "step_00000006.ckpt").unlink()
     manifest = Manifest.read(run.manifest)

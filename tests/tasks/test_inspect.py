@@ -154,7 +154,7 @@ def test_a_checkpoint_without_its_optimizer_goes_nowhere(finished, inspect, tmp_
 
 def test_a_stopped_runs_last_state_is_resumable(broken, inspect, tmp_path):
     """The run was cancelled in its fourth step; its state is of the second."""
-    run = broken(tmp_path / "stopped", 13)
+    run = broken(tmp_path / "stopped", 7)
     found = inspect(run.last_checkpoint())
     assert found.checkpoint is not None
     assert (found.checkpoint["step"], found.checkpoint["resumable"]) == (2, True)

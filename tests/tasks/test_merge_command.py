@@ -66,6 +66,7 @@ def typed(here, *overrides, code=0, schema="v2"):
     tensors, meta = FILES[schema]
     usual = [
         "task=merge",
+        "parity.tokens=64",
         "logger=none",
         f"adapter={here / tensors}",
         f"merge.meta={here / meta}",
@@ -226,7 +227,14 @@ def adapter(tmp_path, tiny_base):
 def by_path(adapter, base, *overrides, code=0):
     out = adapter.parent / "merged"
     named = [] if base is None else [f"base={base}"]
-    usual = ["task=merge", "logger=none", f"path={adapter}", *named, f"out={out}"]
+    usual = [
+        "task=merge",
+        "parity.tokens=64",
+        "logger=none",
+        f"path={adapter}",
+        *named,
+        f"out={out}",
+    ]
     usual.append(f"hydra.run.dir={adapter.parent / 'record'}")
     by_key = {text.partition("=")[0]: text for text in [*usual, *overrides]}
     assert cli.main([*by_key.values()]) == code
@@ -313,7 +321,15 @@ checkpoint_files.SafetensorsWriter.write = write
 
 def test_a_kill_leaves_nothing_and_the_next_merge_tidies_up(adapter, tiny_base, tmp_path):
     """A merge killed while writing leaves a temporary directory, which the next one removes."""
-    command = [sys.executable, "-m", "mens_exp", "task=merge", "logger=none", f"path={adapter}"]
+    command = [
+        sys.executable,
+        "-m",
+        "mens_exp",
+        "task=merge",
+        "parity.tokens=64",
+        "logger=none",
+        f"path={adapter}",
+    ]
     command += [f"base={tiny_base.directory}", f"out={tmp_path / 'merged'}"]
     command += [f"hydra.run.dir={tmp_path / 'killed'}"]
     done = fork_server.run(command, before=KILLED, capture_output=True, timeout=300)
@@ -340,6 +356,7 @@ def merged_run(finished, tmp_path_factory):
             cli.main(
                 [
                     "task=merge",
+                    "parity.tokens=64",
                     "logger=wandb",
                     f"path={finished.path}",
                     f"hydra.run.dir={record.path}",

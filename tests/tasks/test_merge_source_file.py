@@ -86,6 +86,7 @@ def typed(here, keys, base, schema, *overrides, adapter=None, code=0):
     (here / "base.safetensors").write_bytes(safetensors.torch.save(base))
     usual = [
         "task=merge",
+        "parity.tokens=64",
         "logger=none",
         f"adapter={here / 'adapter.safetensors'}",
         f"merge.meta={here / 'meta.json'}",
@@ -179,7 +180,14 @@ def merged(tiny_backend, tiny_config, rows_file, tmp_path):
         usual = [f"path={adapter}", f"base={graph.base.directory}", f"out={tmp_path / name}"]
         usual += ["data=jsonl", f"data.path={rows_file}", "parity.tokens=64", "trainer=cpu"]
         record = RunDir(tmp_path / f"{name}_record")
-        command = ["task=merge", "logger=none", *usual, f"hydra.run.dir={record.path}", *asked]
+        command = [
+            "task=merge",
+            "parity.tokens=64",
+            "logger=none",
+            *usual,
+            f"hydra.run.dir={record.path}",
+            *asked,
+        ]
         assert cli.main(command) == code
         return record, tmp_path / name
 

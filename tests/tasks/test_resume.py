@@ -42,7 +42,7 @@ def template(train_in, tmp_path_factory):
     original = TrainingModule.training_step
 
     def step(self, batch, index):
-        if batch.index == 10:
+        if batch.index == 5:
             raise Cancelled("SIGINT")
         return original(self, batch, index)
 
@@ -54,7 +54,7 @@ def template(train_in, tmp_path_factory):
 
 def test_a_failed_run_goes_on_from_its_last_checkpoint(broken, finished, tmp_path):
     """The failed steps are redone, and the end is that of a run without a failure."""
-    run = broken(tmp_path / "run", 13, error=OSError("disk full"))
+    run = broken(tmp_path / "run", 7, error=OSError("disk full"))
     assert Manifest.read(run.manifest).status is Status.FAILED
     assert cli.main([f"resume={run.path}"]) == 0
     assert adapter(run) == adapter(finished)
@@ -65,7 +65,7 @@ def test_a_failed_run_goes_on_from_its_last_checkpoint(broken, finished, tmp_pat
 
 def test_resumed_figures_cover_the_whole_run(broken, finished, tmp_path):
     """Losses, learning rates and counters equal those of a single process, step by step."""
-    run = broken(tmp_path / "run", 13)
+    run = broken(tmp_path / "run", 7)
     assert cli.main([f"resume={run.path}"]) == 0
     for metric in ("train/loss", "train/grad_norm", "optim/lr", "data/tokens"):
         assert step_values(run, metric) == step_values(finished, metric), metric
@@ -77,7 +77,7 @@ def test_resumed_figures_cover_the_whole_run(broken, finished, tmp_path):
 def test_padded_batches_resume_too(broken, train_in, tmp_path):
     """Without packing, the data stream has another order, resumed by the same rule."""
     through = train_in(tmp_path / "through", "data.packing=false", "data.micro_batch_size=2")
-    run = broken(tmp_path / "run", 13, "data.packing=false", "data.micro_batch_size=2")
+    run = broken(tmp_path / "run", 7, "data.packing=false", "data.micro_batch_size=2")
     assert cli.main([f"resume={run.path}"]) == 0
     assert adapter(run) == adapter(through)
 
@@ -85,8 +85,8 @@ def test_padded_batches_resume_too(broken, train_in, tmp_path):
 def test_latest_is_the_newest_training_run(broken, tmp_path, monkeypatch):
     """A plan that was made later is not the latest run."""
     monkeypatch.chdir(tmp_path)
-    broken("outputs/train/default/a", 5)
-    run = broken("outputs/train/default/b", 5)
+    broken("outputs/train/default/a", 3)
+    run = broken("outputs/train/default/b", 3)
     assert cli.main(["task=plan", "model=tiny_llama", "hydra.run.dir=outputs/plan/c"]) == 0
     assert cli.main(["resume=latest"]) == 0
     assert Manifest.read(run.manifest).status is Status.SUCCEEDED
@@ -139,7 +139,7 @@ def test_another_number_of_processes_is_said(template):
 
 def test_longer_cosine_takes_the_rate_that_was_said(broken, tmp_path):
     """Step 3 trains at the rate of the new schedule, and no step is left out."""
-    run = broken(tmp_path / "run", 10, "schedule=cosine")
+    run = broken(tmp_path / "run", 5, "schedule=cosine")
     assert cli.main([f"resume={run.path}", "trainer.max_steps=8"]) == 0
     rates = step_values(run, "optim/lr")
     assert [step for step, _ in rates] == [1, 2, 3, 4, 5, 6, 7, 8]
@@ -239,7 +239,7 @@ def test_a_run_at_work_on_its_pages_is_left_alone(finished, tmp_path, capsys):
 
 def test_a_run_bounded_by_epochs_cannot_get_longer(broken, tmp_path):
     """A higher number of steps would not exceed the run's epochs."""
-    run = broken(tmp_path / "run", 5, "trainer.max_steps=-1", "trainer.max_epochs=1")
+    run = broken(tmp_path / "run", 3, "trainer.max_steps=-1", "trainer.max_epochs=1")
     with pytest.raises(RequestError, match="epochs bound this run"):
         prepare_resumption(str(run.path), {"trainer.max_steps": "8"})
 
@@ -266,7 +266,7 @@ def test_one_run_at_a_time_goes_on(template, capsys):
 
 def test_a_damaged_configuration_is_refused(broken, tmp_path):
     """The file is named, and the record does not change."""
-    run = broken(tmp_path / "run", 5)
+    run = broken(tmp_path / "run", 3)
     run.config.write_text("seed: [", encoding="utf-8")
     before = files(run)
     with pytest.raises(RequestError, match=r"config\.yaml"):
@@ -287,7 +287,7 @@ def test_other_rows_than_before_are_refused(broken, rows_file, tmp_path, capsys)
     """A run must not resume on data other than it began with."""
     mine = tmp_path / "rows.jsonl"
     mine.write_bytes(rows_file.read_bytes())
-    run = broken(tmp_path / "run", 10, f"data.path={mine}")
+    run = broken(tmp_path / "run", 5, f"data.path={mine}")
     mine.write_bytes(mine.read_bytes().replace(b"return x + 59", b"return 59 + x"))
     assert cli.main([f"resume={run.path}"]) == 2
     assert (
@@ -303,7 +303,7 @@ def test_a_file_that_has_gone_is_told_before_the_run_is_reopened(broken, rows_fi
     """The record stays closed and unchanged."""
     mine = tmp_path / "rows.jsonl"
     mine.write_bytes(rows_file.read_bytes())
-    run = broken(tmp_path / "run", 10, f"data.path={mine}")
+    run = broken(tmp_path / "run", 5, f"data.path={mine}")
     mine.unlink()
     before = files(run)
     with pytest.raises((RequestError, Problems), match=r"rows\.jsonl"):
@@ -313,7 +313,7 @@ def test_a_file_that_has_gone_is_told_before_the_run_is_reopened(broken, rows_fi
 
 def test_a_mirrored_run_goes_on_in_the_same_wandb_run(broken, finished, tmp_path, notes_of):
     """Both offline files have one id, so `wandb sync` uploads them as one run."""
-    run = broken(tmp_path / "run", 10, "logger=wandb")
+    run = broken(tmp_path / "run", 5, "logger=wandb")
     assert cli.main([f"resume={run.path}"]) == 0
     files = sorted(path.name for path in run.wandb.glob("offline-run-*/*.wandb"))
     assert files == ["run-run.wandb", "run-run.wandb"]
@@ -333,7 +333,7 @@ EVERY = ("checkpoint.every_n_steps=1", "checkpoint.keep=3")
 
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(broken, finished, tmp_path):
     """It used to be resumed silently; now the end is that of a run without a failure."""
-    run = broken(tmp_path / "run", 13, *EVERY)
+    run = broken(tmp_path / "run", 7, *EVERY)
     flip(run.last_checkpoint())
     assert cli.main([f"resume={run.path}"]) == 0
     manifest = Manifest.read(run.manifest)
@@ -346,7 +346,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(broken, finished
 
 def test_a_run_whose_checkpoints_are_all_damaged_begins_again(broken, finished, tmp_path):
     """Each damaged checkpoint is reported, and the end is the same."""
-    run = broken(tmp_path / "run", 13, *EVERY)
+    run = broken(tmp_path / "run", 7, *EVERY)
     for path in run.checkpoints.glob("*.ckpt"):
         flip(path)
     assert cli.main([f"resume={run.path}"]) == 0
@@ -360,7 +360,7 @@ def test_a_checkpoint_of_an_earlier_version_is_gone_on_from_and_labelled(
     broken, finished, tmp_path
 ):
     """The digest of an older checkpoint was not recorded."""
-    run = broken(tmp_path / "run", 13, *EVERY)
+    run = broken(tmp_path / "run", 7, *EVERY)
     (run.checkpoints / "sha256.json").unlink()
     assert cli.main([f"resume={run.path}"]) == 0
     manifest = Manifest.read(run.manifest)
@@ -372,7 +372,7 @@ def test_a_checkpoint_of_an_earlier_version_is_gone_on_from_and_labelled(
 @pytest.mark.parametrize("text", ["[]", "{", '{"step_00000003.ckpt": 3}'])
 def test_digests_that_cannot_be_read_are_refused(broken, tmp_path, capsys, text):
     """Without digests no checkpoint is trusted, and none is removed."""
-    run = broken(tmp_path / "run", 13, *EVERY)
+    run = broken(tmp_path / "run", 7, *EVERY)
     (run.checkpoints / "sha256.json").write_text(text, "utf-8")
     before = files(run)
     assert cli.main([f"resume={run.path}"]) == 2

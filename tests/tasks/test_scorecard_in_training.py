@@ -12,7 +12,7 @@ from mens_exp.export.bundle import run_files
 
 SUITE = ("suite=heldout_syntax", "suite.items=2", "suite.max_new_tokens=64")
 EVERY = (*SUITE, "callbacks.scorecard.every_n_steps=2", "callbacks.scorecard.items=1")
-BY_KPI = ("adapter.select=best", "adapter.metric=parse_rate", "trainer.val_check_interval=8")
+BY_KPI = ("adapter.select=best", "adapter.metric=parse_rate", "trainer.val_check_interval=4")
 
 
 def adapter(run):
@@ -71,7 +71,7 @@ def test_the_adapter_of_the_best_kpi_is_the_result(scored):
 
 def test_a_killed_run_still_knows_its_best_kpi(scored, broken, tmp_path):
     """Stopped in step 3 and resumed, it has the same adapter and the same scorecards."""
-    run = broken(tmp_path / "run", 9, *EVERY, *BY_KPI)
+    run = broken(tmp_path / "run", 5, *EVERY, *BY_KPI)
     assert cli.main([f"resume={run.path}"]) == 0
     assert Manifest.read(run.manifest).attempts[-1]["resumed_from_step"] == 2
     assert adapter(run) == adapter(scored)

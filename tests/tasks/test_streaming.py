@@ -28,7 +28,7 @@ def test_streamed_and_cached_rows_train_the_same_adapter(finished, train_in, tmp
 def test_a_broken_streamed_run_goes_on_to_the_same_bytes(broken, train_in, tmp_path):
     """Stopped inside a window of rows, it is resumed from its checkpoint."""
     through = train_in(tmp_path / "through", *WINDOWS)
-    run = broken(tmp_path / "run", 13, *WINDOWS)
+    run = broken(tmp_path / "run", 7, *WINDOWS)
     assert cli.main([f"resume={run.path}"]) == 0
     assert adapter(run) == adapter(through)
     results = [Manifest.read(one.manifest).results["streamed"] for one in (run, through)]
@@ -54,7 +54,7 @@ def test_changed_first_rows_are_refused_on_resume(broken, tmp_path, rows_file, c
     """Changed first rows are refused, as any change is in a run that reads all its rows."""
     rows = tmp_path / "rows.jsonl"
     rows.write_bytes(rows_file.read_bytes())
-    run = broken(tmp_path / "run", 13, *WINDOWS, f"data.path={rows}")
+    run = broken(tmp_path / "run", 7, *WINDOWS, f"data.path={rows}")
     rows.write_text(rows.read_text("utf-8").replace("Add 1.", "Add one."), "utf-8")
     assert cli.main([f"resume={run.path}"]) == 2
     assert "has changed since the run was trained on it" in capsys.readouterr().err

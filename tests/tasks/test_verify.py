@@ -123,7 +123,7 @@ def test_a_resumed_run_is_what_its_records_say_and_replays(broken, inspect, tmp_
     """The run was stopped in its fourth step and resumed from the second."""
     from mens_exp import cli
 
-    stopped = broken(tmp_path / "stopped", 13)
+    stopped = broken(tmp_path / "stopped", 7)
     assert cli.main([f"resume={stopped.path}"]) == 0
     found = inspect(
         stopped.path, "inspect.verify=true", "inspect.replay=true", "inspect.replay_steps=4"
@@ -361,6 +361,7 @@ def test_of_two_merges_of_one_run_each_is_held_against_its_own_record(spoilt, ty
         typed(
             *(
                 "task=merge",
+                "parity.tokens=64",
                 "logger=none",
                 f"path={spoilt / 'run'}",
                 f"out={spoilt / name}",

@@ -10,6 +10,8 @@ from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.telemetry import read_events
 from mens_exp.training.contract_probe import preserve_state
 
+pytestmark = pytest.mark.probes
+
 
 def states():
     legacy = np.random.get_state()  # the global generator

@@ -72,10 +72,10 @@ def collect(cwd: Path, package: Path = _PACKAGE_DIRECTORY) -> dict[str, Any]:
         A JSON object; unknown values are null. It contains no host name, path or secret.
     """
     root = _checkout(package)
-    workspace = _checkout(cwd)
+    workspace = None if root is not None and _top_of(cwd) == root else _checkout(cwd)
     return {
         **_code(root, package),
-        "workspace": None if workspace in (None, root) else _code(workspace, cwd),
+        "workspace": None if workspace is None else _code(workspace, cwd),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": dict(_packages()),
@@ -105,8 +105,10 @@ def _git(directory: Path, *arguments: str) -> bytes | None:
 
 def _checkout(directory: Path) -> Path | None:
     # Tracked, not merely inside: a virtual environment inside a repository is not its code.
-    if not _git(directory, "ls-files", "--", "."):
-        return None
+    return _top_of(directory) if _git(directory, "ls-files", "--", ".") else None
+
+
+def _top_of(directory: Path) -> Path | None:
     root = _git(directory, "rev-parse", "--show-toplevel")
     return Path(os.fsdecode(root.removesuffix(b"\n"))) if root else None
 

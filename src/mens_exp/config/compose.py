@@ -37,7 +37,12 @@ from mens_exp.config.loader import (
 )
 from mens_exp.config.model import default_tokenizer_of_random
 from mens_exp.config.optim import lr_beside
-from mens_exp.config.option_files import config_directory, group_options, primary_config
+from mens_exp.config.option_files import (
+    config_directory,
+    group_options,
+    primary_config,
+    user_fingerprint,
+)
 from mens_exp.config.promotion import StudyConfig
 from mens_exp.config.root import MOVED, RunConfig, moved_to
 from mens_exp.config.trainer import steps_beside
@@ -122,7 +127,8 @@ def stored_digest(path: Path) -> str:
     Args:
         path: a file that :func:`from_yaml` accepts.
     """
-    return digest(OmegaConf.to_container(_mapping_in(path), resolve=False))
+    stored = _mapping_in(path, path.read_bytes())
+    return digest(OmegaConf.to_container(stored, resolve=False))
 
 
 def _plain(config: DictConfig) -> dict[str, Any]:
@@ -133,8 +139,9 @@ def _plain(config: DictConfig) -> dict[str, Any]:
 
 
 def begin_command() -> None:
-    """Reset the start time, so that the next command's run directories get a new timestamp."""
+    """Forget the start time, which names run directories, and the configurations read so far."""
     _start_utc.cache_clear()
+    _loaded.cache_clear()
 
 
 @functools.cache
@@ -376,17 +383,24 @@ def from_yaml(path: Path) -> DictConfig:
             is not trusted.
     """
     try:
-        stored = _mapping_in(path)
-        refuse_untrusted(OmegaConf.to_container(stored), path)
-        _move_keys(stored)
-        Problems.raise_if(list(absent_specs(stored, str(path))))
-        root = _under_schemas(stored)
-        missing = OmegaConf.missing_keys(root)
+        root: DictConfig = copied(_loaded(path, path.read_bytes(), user_fingerprint()))
     except DataError as error:
         raise _unreadable(path, f"{error.what}: {error.found}") from error
     except (*_UNREADABLE, OSError) as error:
         lines = str(error).splitlines() or [type(error).__name__]
         raise _unreadable(path, lines[0]) from error
+    return root
+
+
+@functools.lru_cache(maxsize=4)  # a merge asks five times
+def _loaded(path: Path, data: bytes, _: Any) -> DictConfig:
+    """Load a stored configuration into the schemas; the same object for the same content."""
+    stored = _mapping_in(path, data)
+    refuse_untrusted(OmegaConf.to_container(stored), path)
+    _move_keys(stored)
+    Problems.raise_if(list(absent_specs(stored, str(path))))
+    root = _under_schemas(stored)
+    missing = OmegaConf.missing_keys(root)
     if missing:
         raise _unreadable(path, f"no {', '.join(sorted(missing))}")
     return root
@@ -408,7 +422,7 @@ def study_in(path: Path) -> StudyConfig:
         ConfigError: the file cannot be read, or has invalid keys or values.
     """
     try:
-        values = _mapping_in(path)
+        values = _mapping_in(path, path.read_bytes())
         values.pop("defaults", None)  # present if the file also serves as an option
         node = copied(_structured(StudyConfig))
         node.merge_with(values)
@@ -457,12 +471,11 @@ def unknown_key_in(file: str, error: ConfigKeyError) -> ConfigError:
     )
 
 
-def _mapping_in(path: Path) -> DictConfig:
-    """Read a file once, and pass it to OmegaConf only if the bounded parser finds a mapping.
+def _mapping_in(path: Path, data: bytes) -> DictConfig:
+    """Pass a file's content to OmegaConf, but only if the bounded parser finds a mapping.
 
     OmegaConf parses a file with a single string a second time, without bounds.
     """
-    data = path.read_bytes()
     bounded = parse_yaml(data, str(path))
     stored = OmegaConf.load(io.BytesIO(data)) if isinstance(bounded, dict) else None
     if not isinstance(stored, DictConfig):

@@ -19,7 +19,8 @@ _LOUD = ("bitsandbytes", "gguf", "torchao", "torch.utils._pytree")
 def quiet() -> Iterator[None]:
     """Silence transformers' progress bars and notices in the context; errors still propagate.
 
-    A level is set only if it differs, because setting one makes Python visit every logger.
+    A level is set only if it differs, because setting one makes Python visit every logger. A loop
+    that enters this often should itself be inside.
     """
     from transformers.utils import logging as hf_logging
 

@@ -25,6 +25,7 @@ from mens_exp.export.subject import config_of, gather
 from mens_exp.layout.checkpoint_files import read_header
 from mens_exp.layout.model_cache import hash_weights
 from mens_exp.layout.shape import shape_of
+from mens_exp.model.quiet import quiet
 from mens_exp.planning.preflight import writable_cache
 from mens_exp.quant.bnb import parameter_count
 from mens_exp.tasks.inputs import probe_of, trained_adapter, trained_run
@@ -268,7 +269,8 @@ def _compared(
 ) -> Certificate:
     """Run the reference, then every other model, one at a time."""
     comparisons: dict[str, Comparison] = {}
-    with atomic.scratch(directory.parent) as folder:
+    # Once, and not for each document: see `quiet`.
+    with atomic.scratch(directory.parent) as folder, quiet():
         recorded = parity.record_reference(forward, text, folder)
         for name, (what, opening) in opened.graphs.items():
             with opening() as other:

@@ -83,7 +83,7 @@ def losses(backend: QloraBackend, batch: Batch, documents: Encoded) -> Losses:
     with torch.no_grad():
         try:
             ours = CrossEntropy("plain_peft", _CHUNK)(backend(there), there.targets_M, backend.head)
-            with backend.as_peft_view():
+            with quiet(), backend.as_peft_view():
                 sdpa, eager = (_plain(backend, documents, kernel, device) for kernel in _KERNELS)
         except MODEL_CODE_ERRORS as error:
             raise ModelFileError(
@@ -119,13 +119,11 @@ def _plain(backend: QloraBackend, documents: Encoded, kernel: str, device: torch
 def _attending(causal_lm: Any, kernel: str) -> Iterator[None]:
     """Use one of transformers' attention kernels inside the block."""
     own = causal_lm.config._attn_implementation  # noqa: SLF001  # transformers has no other getter
-    with quiet():
-        causal_lm.set_attn_implementation(kernel)
+    causal_lm.set_attn_implementation(kernel)
     try:
         yield
     finally:
-        with quiet():
-            causal_lm.set_attn_implementation(own)
+        causal_lm.set_attn_implementation(own)
 
 
 def view_differences(

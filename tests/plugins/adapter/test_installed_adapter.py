@@ -52,7 +52,7 @@ def test_gains_are_learned_recorded_and_go_on_after_a_stop(trained, typed):
 def test_merged_weights_are_the_rows_times_their_gains(trained, typed, tiny_base, tmp_path):
     """The merge is certified; PEFT's form and a merge without the package are refused by name."""
     run = trained(*GAINS, "backend=lora", "quant=none")
-    typed("task=merge", "path=run", "out=merged", "hydra.run.dir=record")
+    typed("task=merge", "parity.tokens=64", "path=run", "out=merged", "hydra.run.dir=record")
     merged, learned = load_file(tmp_path / "merged" / "model.safetensors"), gains(run)
     base = load_file(tiny_base.directory / "model.safetensors")
     keys = read(run.adapter / "adapter_manifest.json")["base_key_map"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from string import ascii_lowercase
 
 import pytest
@@ -50,15 +51,23 @@ def test_a_base_is_scored_on_an_installed_suite(typed, tmp_path):
     assert "letters/characters" in run.report.read_text("utf-8")
 
 
-@pytest.fixture
-def sweep(typed, tmp_path):
-    """Return the runs of two arms with two seeds, in the order of the command."""
+@pytest.fixture(scope="module")
+def swept(typed_in, tmp_path_factory):
+    """The directory of a sweep of two arms with two seeds; do not change it."""
+    directory = tmp_path_factory.mktemp("swept")
     rows = [{"prompt": f"Say {n}.", "response": f"word {n}"} for n in range(60)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tiny = ("model=tiny_llama", "trainer=cpu", "logger=none", "trainer.max_steps=2", "data=jsonl")
     tiny += ("data.path=rows.jsonl", "data.seq_len=64", "data.val_frac=0.1", "optim.lr=0.05")
     tiny += ("schedule=constant", "schedule.warmup_steps=0", "hydra.sweep.dir=all")
-    typed("-m", *tiny, *LETTERS, "lora.r=2,4", "seed=1,2")
+    typed_in(directory)("-m", *tiny, *LETTERS, "lora.r=2,4", "seed=1,2")
+    return directory / "all"
+
+
+@pytest.fixture
+def sweep(swept, tmp_path):
+    """Return the runs of a copy of the sweep, in the order of the command."""
+    shutil.copytree(swept, tmp_path / "all")
     found = [RunDir(one) for one in (tmp_path / "all").iterdir() if one.is_dir()]
     return sorted(found, key=lambda run: run.path.name)
 
