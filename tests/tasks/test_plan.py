@@ -22,11 +22,11 @@ def test_a_plan_is_a_run_that_only_says_what_would_be_done(tiny_run, tmp_path, c
     run = RunDir(tmp_path / "run")
     assert cli.main([*tiny_run, "task=plan", f"hydra.run.dir={run.path}"]) == 0
     plan = json.loads(run.plan.read_text(encoding="utf-8"))
-    assert (plan["steps"], plan["tokens_per_step"]) == (4, 768)
+    assert (plan["steps"], plan["tokens_per_step"]) == (4, 384)
     events = {e["event"]: e["payload"] for e in read_events(run.telemetry)}
     assert events["plan"] == plan
     said = capsys.readouterr().out  # "up to" unless another test has encoded the rows
-    assert re.search(r"4 of (up to )?768 tokens", said)
+    assert re.search(r"4 of (up to )?384 tokens", said)
     manifest = Manifest.read(run.manifest)
     assert (manifest.task, manifest.status) == ("plan", Status.SUCCEEDED)
     assert not run.adapter.exists()
@@ -89,18 +89,18 @@ def test_a_plan_that_cannot_count_blocks_says_about(train_in, tmp_path, capsys, 
         return json.loads(run.plan.read_text(encoding="utf-8")), capsys.readouterr().out
 
     cold, said = plan("cold")
-    assert f"steps         ≈ {cold['steps']} of 404 tokens ≈ " in said
+    assert f"steps         ≈ {cold['steps']} of 202 tokens ≈ " in said
     assert "train_blocks" not in cold["data"]
     train_in(tmp_path / "run", *told)
     capsys.readouterr()
     warm, said = plan("warm")
     assert warm["steps"] > cold["steps"]
     tokens = f"{2 * warm['data']['train_tokens']:,} tokens"
-    assert f"steps         {warm['steps']} of up to 404 tokens = {tokens}" in said
+    assert f"steps         {warm['steps']} of up to 202 tokens = {tokens}" in said
     monkeypatch.setattr(packing, "_CACHED_FROM", 1)
     many, said = plan("many")
     assert many["data"]["train_blocks"] is None
-    assert f"steps         ≈ {many['steps']} of 404 tokens ≈ " in said
+    assert f"steps         ≈ {many['steps']} of 202 tokens ≈ " in said
     train_in(tmp_path / "again", *told)
     capsys.readouterr()
     assert plan("packed")[0]["steps"] == warm["steps"]
