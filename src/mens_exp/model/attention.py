@@ -409,8 +409,9 @@ def _by_token(query: torch.Tensor, groups: int) -> torch.Tensor:
 
 def _gathered(x_TGRK: torch.Tensor, block: _Block) -> torch.Tensor:
     """Return a block's queries ``[G, S, K]``; zeros for those of the next document."""
-    x_TGRK = x_TGRK[block.queries]
-    x_GRTK = x_TGRK.permute(1, 2, 0, 3).contiguous()
+    x_GRTK = x_TGRK[block.queries].permute(1, 2, 0, 3)
+    # Always a copy: `contiguous` would return the tensor itself where heads precede tokens.
+    x_GRTK = x_GRTK.clone(memory_format=torch.contiguous_format)
     x_GRTK[:, :, block.count :] = 0
     return x_GRTK.flatten(1, 2)
 
