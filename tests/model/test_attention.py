@@ -220,6 +220,23 @@ def test_learning_attends_by_the_formula(dtype, window):
         assert (mine - other).norm() <= limit * other.norm()
 
 
+@pytest.mark.parametrize("heads", [(6, 2), (1, 1)])
+def test_queries_of_the_next_document_are_not_changed(heads):
+    """The first document, rounded up, reaches the end, in queries with heads before tokens."""
+    generator = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(1, n, 40, 8, generator=generator) for n in (heads[0], heads[1], heads[1])]
+    before = [x.clone() for x in leaves]
+    leaves = [x.requires_grad_() for x in leaves]
+    documents = ((0, 33), (33, 40))
+    found, _ = attention._attention(Asking(), *leaves, None, documents=documents, scaling=0.3)
+    gradients = torch.autograd.grad(found.square().sum(), leaves)
+    expected = formula(*leaves, documents, None)
+    theirs = torch.autograd.grad(expected.square().sum(), leaves)
+    assert all(torch.equal(x, y) for x, y in zip(leaves, before, strict=True))
+    for mine, other in zip((found, *gradients), (expected, *theirs), strict=True):
+        assert (mine - other).norm() <= 1e-6 * other.norm()
+
+
 # A pair sharing a prompt of 40 tokens, a separate document, and a pair with a long prompt.
 TREE = ((0, 60), (60, 65), (65, 70), (70, 290), (290, 490))
 PREFIXES = (None, (0, 40), None, None, (70, 281))

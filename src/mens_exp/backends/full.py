@@ -19,6 +19,7 @@ from mens_exp.backends.saved_model import write_model
 from mens_exp.errors import RequestError
 from mens_exp.layout.shape import shape_of
 from mens_exp.lora.method import AdapterMethod
+from mens_exp.model.compiled import NUMERICS
 from mens_exp.quant.binding import compute_dtype
 
 if TYPE_CHECKING:
@@ -136,4 +137,5 @@ class FullBackend(NonPeftBackend, QloraBackend):
             "quant": "none",
             "compute_dtype": str(self.compute_dtype).removeprefix("torch."),
             "attention": str(self.causal_lm.config._attn_implementation),  # noqa: SLF001
+            **({"numerics": {"layers": NUMERICS}} if self.compiled_layers is not None else {}),
         }

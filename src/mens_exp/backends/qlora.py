@@ -24,8 +24,15 @@ from mens_exp.errors import ConfigError, ModelFileError, SetupError
 from mens_exp.layout.peft_format import join_experts, split_experts, stacks_of
 from mens_exp.layout.shape import shape_of
 from mens_exp.layout.targets import chosen, described
-from mens_exp.lora.keyed import SFC64, EmbeddingNoise
-from mens_exp.model import attention, fused_attention
+from mens_exp.lora.keyed import (
+    GENERATORS,
+    LOWBIAS32,
+    EmbeddingNoise,
+    KeyedDropout,
+    usual_generator,
+)
+from mens_exp.model import attention, compiled, fused_attention
+from mens_exp.model.compiled import CompiledLayers
 from mens_exp.model.kernels import is_rounded
 from mens_exp.model.liger import FusedHead, LigerKernels
 from mens_exp.model.stored_weights import StoredWeights
@@ -60,6 +67,7 @@ class QloraBackend(torch.nn.Module):
     """A transformers model in 4 or 8 bits with the layers of an adapter method."""
 
     virtual_tokens = 0
+    compiled_layers: CompiledLayers | None = None
 
     def __init__(
         self,
@@ -127,6 +135,61 @@ class QloraBackend(torch.nn.Module):
             self.causal_lm, self.head, why_not, dtype=self.compute_dtype, kind=kind
         )
         self.fused_head: FusedHead | None = self.kernels.head
+
+    def draw_with(self, generator: str) -> None:
+        """Draw dropout masks with one of `GENERATORS`, on any device."""
+        assert generator in GENERATORS, generator
+        for dropout in self.dropouts:
+            dropout.generator = generator
+
+    def compile_layers(self, batch: Batch) -> int:
+        """Compile the decoder layers for training, and draw masks with `LOWBIAS32`.
+
+        Args:
+            batch: the first micro-batch of the run.
+
+        Returns:
+            The number of graphs.
+
+        Raises:
+            SetupError: torch cannot compile them; the model is then as it was.
+        """
+        layers = self.causal_lm.get_submodule(self.shape.family.layers)
+        self.compiled_layers = CompiledLayers(layers, outside=(KeyedDropout,))
+        was = [(one, one.generator) for one in self.dropouts]
+        self.draw_with(LOWBIAS32)
+        for dropout in self.dropouts:
+            dropout.is_compiled = True
+        try:
+            self.compiled_layers.warm_up(lambda: self._passed_back(batch))
+        except frozen_base.MODEL_CODE_ERRORS as error:
+            self._drop_gradients()
+            self.compiled_layers.undo()
+            self.compiled_layers = None
+            for dropout, generator in was:
+                dropout.generator, dropout.is_compiled = generator, False
+            first = (str(error).strip() or "no message").splitlines()[0]
+            raise SetupError(
+                "torch cannot compile the decoder layers",
+                where="trainer.compile",
+                found=f"{type(error).__name__}: {first}",
+                remedy="set trainer.compile=false",
+            ) from error
+        return self.compiled_layers.graphs
+
+    def _passed_back(self, batch: Batch) -> None:
+        """Pass a micro-batch forward and backward in training mode, and drop the gradients."""
+        assert self.training, "the modules' mode is part of the graphs"
+        self.begin(batch.index)
+        hidden_MD = self(batch)
+        if not hidden_MD.requires_grad:
+            raise RuntimeError("no gradient passes through them, because nothing there is trained")
+        hidden_MD.float().sum().backward()
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        for parameter in self.trainable().values():
+            parameter.grad = None
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Return hidden states at the supervised positions, ``[M, D]``."""
@@ -389,9 +452,14 @@ class QloraBackend(torch.nn.Module):
             else fused_attention.described(
                 device, self.compute_dtype, shares_prompts=self.shares_prompts
             ),
-            "dropout": SFC64 if device.type == "cpu" else "torch's generator of the device",
+            "dropout": self._generator(device),
             "products": own,
+            **({} if self.compiled_layers is None else {"layers": compiled.NUMERICS}),
         }
+
+    def _generator(self, device: torch.device) -> str:
+        chosen = {one.generator for one in self.dropouts} - {None}
+        return chosen.pop() if chosen else usual_generator(device)
 
     def _expert_facts(self) -> dict[str, Any]:
         """Report the dtype of expert tensors, which are never quantized."""

@@ -276,6 +276,15 @@ class TrainerConfig:
         changes=Effect.NOTHING,
         example="warn",
     )
+    compile: Any = setting(
+        "auto",
+        "Compile the decoder layers with torch.compile, between their projections: true, false, "
+        "or auto, which does so where the time saved is more than the time it takes, by measured "
+        "rates. The results differ in rounding, and dropout masks come from another generator.",
+        changes=Effect.NOTHING,
+        aliases={"torch_compile": "Transformers and TRL and Axolotl"},
+        example="true",
+    )
     gradient_clip_algorithm: str | None = setting(
         None,
         "norm scales all gradients together, value clips each number; null is norm.",

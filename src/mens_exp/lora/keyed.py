@@ -5,6 +5,7 @@ No global generator is used, so there is no generator state to save.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from contextlib import contextmanager
@@ -19,7 +20,11 @@ if TYPE_CHECKING:
 
     from mens_exp.layout.targets import LinearModule
 
-SFC64 = "SFC64, 15 bits"  # the generator of masks on a CPU, as records name it
+# The generators of masks, as records name them.
+SFC64 = "SFC64, 15 bits"
+OF_DEVICE = "torch's generator of the device"
+LOWBIAS32 = "lowbias32 twice, 15 bits"
+GENERATORS = (SFC64, OF_DEVICE, LOWBIAS32)
 _LEVELS = 32768  # dropout compares 15 random bits per element
 _Result = TypeVar("_Result", torch.Tensor, "Dropped")
 _STREAMS = "base_model.model."  # prefix of every stream's name; changing it would change the masks
@@ -47,17 +52,76 @@ def initialise(A_RI: torch.Tensor, B_OR: torch.Tensor, *, seed: int, layer: str)
         B_OR.zero_()
 
 
+def usual_generator(device: torch.device) -> str:
+    """Return the generator of masks in layers that are not compiled.
+
+    Outside a compiled kernel, the hash takes 5 to 9 ns for each number on a CPU, and SFC64 takes 1;
+    in one kernel with the rest of dropout, the hash takes 0.7 (measured: experiments/LOG.md).
+    """
+    return SFC64 if device.type == "cpu" else OF_DEVICE
+
+
+def hashed(count: int, key: int, device: torch.device) -> torch.Tensor:
+    """Return 15 random bits for each counter below ``count``, int32; the same on every device.
+
+    Each is ``h(h(counter ^ low) + high) >> 17`` modulo 2³², where low and high are the halves of a
+    63-bit key and h is lowbias32 (C. Wellons, "Prospecting for Hash Functions", 2018,
+    https://nullprogram.com/blog/2018/07/31/). One round would give all keys the same numbers in
+    another order.
+    """
+    return _hashed(count, *_halves(key), device)
+
+
+def _hashed(count: int, low: int, high: int, device: torch.device) -> torch.Tensor:
+    counter = torch.arange(count, dtype=torch.int32, device=device)
+    return (_lowbias32(_lowbias32(counter ^ low) + high) >> 17) & (_LEVELS - 1)
+
+
+def _lowbias32(x: torch.Tensor) -> torch.Tensor:
+    """Hash int32 numbers; products wrap around, and the shifts are made logical by a mask."""
+    x = x ^ ((x >> 16) & 0xFFFF)
+    x = x * 0x7FEB352D
+    x = x ^ ((x >> 15) & 0x1FFFF)
+    x = x * (0x846CA68B - (1 << 32))
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+def _halves(key: int) -> tuple[int, int]:
+    """Return the low 32 bits of a key as a signed number, and the other 31."""
+    low = key & 0xFFFFFFFF
+    return low - ((low >> 31) << 32), key >> 32
+
+
+def _cleared(values_N: torch.Tensor, low: int, high: int, threshold: int) -> torch.Tensor:
+    draws_N = _hashed(values_N.shape[0], low, high, values_N.device)
+    return torch.where(draws_N >= threshold, values_N, 0)
+
+
+@functools.cache
+def _compiled_cleared() -> Callable[[torch.Tensor, int, int, int], torch.Tensor]:
+    """Return `_cleared` as one kernel for all keys and numbers of elements."""
+    return torch.compile(_cleared, dynamic=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Mask:
     """The elements that dropout drops, as a function of a key.
 
-    On CPU the draws come from SFC64, which is an order of magnitude faster there than torch's
-    generator, and are kept as one bit for each element. Elsewhere the mask is drawn again from its
-    key wherever it is needed, which is fast there and takes no memory.
+    Draws of SFC64 are made on the CPU and kept as one bit for each element. Those of the other
+    generators are made again from the key wherever they are needed, which takes no memory.
+
+    Attributes:
+        key: seed of the draws, 63 bits.
+        threshold: an element is dropped if its draw is less.
+        generator: one of `GENERATORS`.
+        is_compiled: whether LOWBIAS32 draws and applies a mask in one compiled kernel; the numbers
+            are the same.
     """
 
     key: int
     threshold: int
+    generator: str = SFC64
+    is_compiled: bool = False
 
     @property
     def gain(self) -> float:
@@ -65,13 +129,13 @@ class Mask:
         return _LEVELS / (_LEVELS - self.threshold)
 
     def draw(self, like: torch.Tensor) -> torch.Tensor | None:
-        """Return a set bit for each kept element, packed into bytes; None except on CPU."""
-        if like.device.type != "cpu":
+        """Return a set bit for each kept element, packed into bytes; None except with SFC64."""
+        if self.generator != SFC64:
             return None
         words = np.random.SFC64(self.key).random_raw((like.numel() + 3) // 4)
         draws = words.view(np.int16)[: like.numel()]
         np.bitwise_and(draws, _LEVELS - 1, out=draws)
-        return torch.from_numpy(np.packbits(draws >= self.threshold))
+        return torch.from_numpy(np.packbits(draws >= self.threshold)).to(like.device)
 
     def clear(self, values: torch.Tensor, bits: torch.Tensor | None) -> torch.Tensor:
         """Set dropped elements to zero, in place, even if they are NaN or infinite.
@@ -82,12 +146,17 @@ class Mask:
             values: in any floating-point format of 2 or 4 bytes.
             bits: what :meth:`draw` returned for values of this shape.
         """
+        if self.is_compiled:
+            return values.copy_(self.cleared(values, bits))
         keep = self._keep(values, bits)
         values.view(keep.dtype).bitwise_and_(keep)
         return values
 
     def cleared(self, values: torch.Tensor, bits: torch.Tensor | None) -> torch.Tensor:
         """Return a copy with dropped elements set to zero; see :meth:`clear`."""
+        if self.is_compiled:
+            made = _compiled_cleared()(values.reshape(-1), *_halves(self.key), self.threshold)
+            return made.view(values.shape)
         keep = self._keep(values, bits)
         return (values.view(keep.dtype) & keep).view(values.dtype)
 
@@ -95,12 +164,15 @@ class Mask:
         """Return integers as wide as the elements: all bits set if kept, none if dropped."""
         integer = {2: torch.int16, 4: torch.int32}[like.element_size()]
         if bits is not None:
-            ones = np.unpackbits(bits.numpy(), count=like.numel())
-            return torch.from_numpy(ones).view(like.shape).to(integer).neg_()
-        generator = torch.Generator(like.device).manual_seed(self.key)
-        draws = torch.randint(
-            _LEVELS, like.shape, generator=generator, device=like.device, dtype=torch.int16
-        )
+            ones = torch.from_numpy(np.unpackbits(bits.cpu().numpy(), count=like.numel()))
+            return ones.to(like.device).view(like.shape).to(integer).neg_()
+        if self.generator == LOWBIAS32:
+            draws = hashed(like.numel(), self.key, like.device).view(like.shape)
+        else:
+            generator = torch.Generator(like.device).manual_seed(self.key)
+            draws = torch.randint(
+                _LEVELS, like.shape, generator=generator, device=like.device, dtype=torch.int16
+            )
         return (draws >= self.threshold).to(integer).neg_()
 
 
@@ -159,6 +231,8 @@ class KeyedDropout(torch.nn.Module):
         self.threshold = min(round(p * _LEVELS), _LEVELS - 1)
         self.seed = seed
         self.layer = layer
+        self.generator: str | None = None  # None: the usual one of the input's device
+        self.is_compiled = False
         self.micro_batch = 0
         self.sharers = 1  # projections that call it in turn with the same tensor
         self._last: tuple[torch.Tensor, torch.Tensor | Dropped] | None = None
@@ -179,7 +253,7 @@ class KeyedDropout(torch.nn.Module):
             return x
 
         def drawn() -> torch.Tensor:
-            found: torch.Tensor = _Drop.apply(x, self.mask())  # type: ignore[no-untyped-call]
+            found: torch.Tensor = _Drop.apply(x, self.mask(x.device))  # type: ignore[no-untyped-call]
             return found
 
         return self._shared(x, torch.Tensor, drawn, self.sharers)
@@ -199,7 +273,7 @@ class KeyedDropout(torch.nn.Module):
             return Dropped(values)
 
         def drawn() -> Dropped:
-            mask = self.mask()
+            mask = self.mask(x.device)
             bits = mask.draw(values)
             return Dropped(mask.cleared(values, bits), mask, bits)
 
@@ -210,9 +284,11 @@ class KeyedDropout(torch.nn.Module):
         """Whether any element is dropped."""
         return self.training and self.threshold > 0
 
-    def mask(self) -> Mask:
-        """Return the mask of the next tensor."""
-        return Mask(self.key(), self.threshold)
+    def mask(self, device: torch.device) -> Mask:
+        """Return the mask of the next tensor, which is on a device."""
+        generator = self.generator or usual_generator(device)
+        is_compiled = self.is_compiled and generator == LOWBIAS32
+        return Mask(self.key(), self.threshold, generator, is_compiled)
 
     def _shared(
         self, x: torch.Tensor, kind: type[_Result], computed: Callable[[], _Result], sharers: int

@@ -14,6 +14,8 @@ heads.
 from __future__ import annotations
 
 import functools
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +27,7 @@ from mens_exp.model.kernels import add_product, product, products_dtype
 from mens_exp.planning.activations import BUCKET, ROWS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 IMPLEMENTATION = "mens_documents"
 
@@ -56,8 +58,48 @@ def register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    AttentionInterface.register(IMPLEMENTATION, _attention)
+    AttentionInterface.register(IMPLEMENTATION, _registered)
     AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
+
+
+def stay_outside_graphs() -> None:
+    """Keep torch.compile from tracing the attention of any model in this process."""
+    global _registered  # noqa: PLW0603  # transformers' table of implementations is global too
+    if _registered is _attention:
+        _registered = outside_graphs(_attention)
+    register()
+
+
+def outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that code compiled by torch.compile calls, but does not contain.
+
+    Code that the function compiles is compiled when it is first called, as without the caller.
+    """
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with torch.compiler.set_stance("default"):
+            return function(*args, **kwargs)
+
+    outside: Callable[..., Any] = torch.compiler.disable(called)  # type: ignore[no-untyped-call]
+    return outside
+
+
+_bounds: ContextVar[tuple[Any, Any]] = ContextVar("bounds", default=(None, None))
+
+
+@contextmanager
+def within(
+    documents: tuple[tuple[int, int], ...] | None, prefixes: Prefixes | None
+) -> Iterator[None]:
+    """Use these bounds inside the block where none are passed to attention.
+
+    Compiled layers receive no bounds, because torch.compile would specialize their code for them.
+    """
+    before = _bounds.set((documents, prefixes))
+    try:
+        yield
+    finally:
+        _bounds.reset(before)
 
 
 def no_mask(like: torch.Tensor) -> torch.Tensor:
@@ -89,6 +131,8 @@ def _attention(  # noqa: PLR0913  # the arguments that transformers passes
         ModelFileError: the model requests a kind of attention that is not implemented here.
     """
     _refuse_others(module, is_causal, kwargs)
+    if documents is None:
+        documents, prefixes = _bounds.get()
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if documents is None:
         _refuse_stand_in(module, query, attention_mask)
@@ -135,6 +179,9 @@ def _attention(  # noqa: PLR0913  # the arguments that transformers passes
     if beyond:  # padding belongs to no document
         parts.append(query.new_zeros((query.shape[1], beyond, value.shape[-1])))
     return torch.cat(parts, dim=1).transpose(0, 1)[None], None
+
+
+_registered: Callable[..., Any] = _attention
 
 
 def _refuse_stand_in(
@@ -362,8 +409,9 @@ def _by_token(query: torch.Tensor, groups: int) -> torch.Tensor:
 
 def _gathered(x_TGRK: torch.Tensor, block: _Block) -> torch.Tensor:
     """Return a block's queries ``[G, S, K]``; zeros for those of the next document."""
-    x_TGRK = x_TGRK[block.queries]
-    x_GRTK = x_TGRK.permute(1, 2, 0, 3).contiguous()
+    x_GRTK = x_TGRK[block.queries].permute(1, 2, 0, 3)
+    # Always a copy: `contiguous` would return the tensor itself where heads precede tokens.
+    x_GRTK = x_GRTK.clone(memory_format=torch.contiguous_format)
     x_GRTK[:, :, block.count :] = 0
     return x_GRTK.flatten(1, 2)
 

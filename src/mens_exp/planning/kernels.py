@@ -46,7 +46,8 @@ def reasons(config: RunConfig, *, on_gpu: bool) -> dict[Part, str | None]:
     of_all = why_not_at_all(config, on_gpu=on_gpu)
     if of_all is not None:
         return dict.fromkeys(Part, of_all)
-    return {**dict.fromkeys(Part), Part.HEAD: _of_head(config)}
+    of_layers = "trainer.compile=true compiles it" if config.trainer.compile is True else None
+    return {**dict.fromkeys(Part, of_layers), Part.HEAD: _of_head(config)}
 
 
 def why_not_at_all(config: RunConfig, *, on_gpu: bool) -> str | None:

@@ -167,6 +167,7 @@ _CHECKS = (
     machine.check_optimizer,
     machine.check_quantizers,
     machine.check_kernels,
+    machine.check_compiling,
     check_data,
     model.check_backend,
     model.check_model,

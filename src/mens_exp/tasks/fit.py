@@ -160,6 +160,7 @@ def fit(
         build_trainer,
         lightning_quiet,
     )
+    from mens_exp.training.compiling import compile_layers
     from mens_exp.training.distributed import is_sharded
     from mens_exp.training.teacher_pass import teacher_for
 
@@ -196,6 +197,7 @@ def fit(
             certify_steps(config, run, inputs.base, module, data, rank, compared)
         compute_reference(config, run, inputs.base, module, data, rank)
         _validate_before(run, trainer, module, data, rank)
+        compile_layers(config, run, backend, data)
         trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
         if module.selected is None:  # otherwise training validates after its last step
             raise TrainingError(

@@ -107,13 +107,7 @@ def _arguments(config: RunConfig) -> Iterator[ConfigError]:
                 found=plugin,
                 expected="a mapping with _target_",
             )
-    if trainer.deterministic not in (None, True, False, "warn"):
-        yield ConfigError(
-            "is not a valid value",
-            where="trainer.deterministic",
-            found=trainer.deterministic,
-            expected="true, false, warn, or null",
-        )
+    yield from _flags(config)
     limit = trainer.limit_val_batches
     is_share = isinstance(limit, float) and 0 < limit <= 1
     is_count = isinstance(limit, int) and not isinstance(limit, bool) and limit > 0
@@ -132,6 +126,19 @@ def _arguments(config: RunConfig) -> Iterator[ConfigError]:
         )
     yield from _limits(config)
     yield from _precision(config)
+
+
+def _flags(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield the flags with a third value that have none of the three."""
+    for name, flags, expected in (
+        ("deterministic", (None, True, False, "warn"), "true, false, warn, or null"),
+        ("compile", (True, False, "auto"), "true, false, or auto"),
+    ):
+        value = getattr(config.trainer, name)
+        if value not in flags or type(value) is int:
+            yield ConfigError(
+                "is not a valid value", where=f"trainer.{name}", found=value, expected=expected
+            )
 
 
 def _names_a_class(value: object) -> bool:

@@ -27,7 +27,7 @@ from mens_exp.config.quant import ComputeDtype
 from mens_exp.errors import ConfigError, MensError, MissingExtra, RequestError, SetupError
 from mens_exp.layout.shape import shape_of
 from mens_exp.layout.targets import linear_weights
-from mens_exp.planning import kernels, machine, messages
+from mens_exp.planning import compiling, kernels, machine, messages
 from mens_exp.planning.forecast import (
     attribution_memory,
     device_of_plan,
@@ -252,6 +252,20 @@ def check_kernels(config: RunConfig) -> Iterator[SetupError]:
         remedy=("pip install 'mens-exp[liger]', or " if lacks else "")
         + "choose model.kernels=auto, which uses torch where Liger-Kernel cannot run",
     )
+
+
+def check_compiling(config: RunConfig) -> Iterator[SetupError]:
+    """Yield an error if compiled layers were requested and cannot be had."""
+    if config.trainer.compile is not True:
+        return
+    reason = compiling.why_not(config, kind=device_of_plan(config).kind)
+    if reason is not None:
+        yield SetupError(
+            "the decoder layers cannot be compiled",
+            where="trainer.compile",
+            found=f"true, but {reason}",
+            remedy="choose trainer.compile=auto, which compiles where it can and pays",
+        )
 
 
 # Optimizers of other packages: the package's name, and the extra that installs it.
