@@ -14,7 +14,7 @@ from mens_exp.errors import TrainingError
 from mens_exp.model.quiet import quiet
 from mens_exp.planning.preflight import preflight
 from mens_exp.training import eva
-from mens_exp.training.eva import start_from_inputs
+from mens_exp.training.data_driven_init import start_from_inputs
 
 EVA = ("lora.init=eva", "lora.r=4", "backend=lora", "quant=none", "quant.compute_dtype=f32")
 LENGTHS = (40, 31, 57, 44, 60, 38)

@@ -23,7 +23,7 @@ from mens_exp.training import cached_pass, reference_pass
 from mens_exp.training.build import build_backend, objective_of
 from mens_exp.training.cached_pass import CachedPass
 from mens_exp.training.module import TrainingModule
-from mens_exp.training.reference_pass import known_reference
+from mens_exp.training.precompute import known_reference
 
 ROWS = [
     {"prompt": f"Add {n}.", "chosen": f"x + {n}", "rejected": "no idea, " * (1 + n % 3)}

@@ -263,7 +263,7 @@ BUILT_IN: dict[str, QuantizerSpec] = {
                 f"hqq{bits}",
                 bits,
                 zero_point_bits=_F32,
-                binding=f"mens_exp.quant.hqq:HQQ{bits}",
+                binding=f"mens_exp.quant.package_codes:HQQ{bits}",
                 package="hqq",
                 weights_per_core_s=None,
             )
@@ -272,13 +272,13 @@ BUILT_IN: dict[str, QuantizerSpec] = {
         _codebook(
             "torchao4",
             4,
-            binding="mens_exp.quant.torchao:TORCHAO4",
+            binding="mens_exp.quant.package_codes:TORCHAO4",
             package="torchao",
             weights_per_core_s=None,
         ),
         QuantizerSpec(
             name="torchao8",
-            binding="mens_exp.quant.torchao:TORCHAO8",
+            binding="mens_exp.quant.package_codes:TORCHAO8",
             code_bits=8,
             is_made_again=True,
             settings=_OF_FORMAT,

@@ -161,7 +161,7 @@ def fit(
         lightning_quiet,
     )
     from mens_exp.training.distributed import is_sharded
-    from mens_exp.training.teacher_pass import teacher_for
+    from mens_exp.training.precompute import teacher_for
 
     data = inputs.data
     for stream in (data.train_dataloader(), data.val_dataloader()):
@@ -232,10 +232,10 @@ def start_from_rows(
     if checkpoint is not None or not init.from_rows:
         return {}
     if init.from_gradients:
-        from mens_exp.training.lora_ga import start_from_gradients
+        from mens_exp.training.data_driven_init import start_from_gradients
 
         return start_from_gradients(config, backend, data.train_dataloader())
-    from mens_exp.training.eva import start_from_inputs
+    from mens_exp.training.data_driven_init import start_from_inputs
 
     return start_from_inputs(backend, data.train_dataloader())
 
@@ -251,11 +251,11 @@ def compute_reference(
     """Compute log-likelihoods before training, if the run or its objective asks for it."""
     spec = config.objective.spec
     if spec.compares_groups:
-        from mens_exp.training.policy_pass import known_answers
+        from mens_exp.training.precompute import known_answers
 
         module.known_answers = known_answers(run, module, data, rank)
     elif spec.needs_reference and spec.passes_before(config.objective):
-        from mens_exp.training.reference_pass import known_reference
+        from mens_exp.training.precompute import known_reference
 
         module.known_reference = known_reference(config, run, base, module, data, rank)
 

@@ -371,7 +371,7 @@ def _steps(
     """Train until a step differs or enough steps were equal."""
     from mens_exp.training.build import build_module, build_trainer, fit_first_steps
     from mens_exp.training.optimizer import in_its_order
-    from mens_exp.training.teacher_pass import teacher_for
+    from mens_exp.training.precompute import teacher_for
 
     def look(step: int, figures: dict[str, Any], state: dict[int, dict[str, Any]]) -> bool:
         checks = _figure_checks(again, step, figures)
