@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mens_exp.config.fields import TRAINING, UNSET, declared, in_range, plain, range_problems, shown
 from mens_exp.config.loader import declarations, declarations_of
 from mens_exp.config.root import RunConfig
-from mens_exp.config.rules import corpus, data, graph, optim, suite, task, training
+from mens_exp.config.rules import data, graph, optim, suite, task, training
 from mens_exp.config.task import TASKS
 from mens_exp.errors import ConfigError, MensError, NoEffectError
 
@@ -60,7 +60,7 @@ def problems_of(config: RunConfig) -> list[MensError]:
         problems += graph.model_problems(config)
     problems += task.task_problems(config)
     problems += task.merge_problems(config)
-    problems += corpus.corpus_problems(config)
+    problems += data.corpus_problems(config)
     problems += suite.suite_problems(config)
     problems += task.compare_problems(config)
     problems += task.promote_problems(config)

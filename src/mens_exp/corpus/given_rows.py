@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.data import MixData, OnBadRow
-from mens_exp.config.data_sources import GivenData
-from mens_exp.config.mix import sources_of
+from mens_exp.config.data_sources import GivenData, sources_of
 from mens_exp.config.plugins import told
 from mens_exp.corpus.row_files import RowsFile
 from mens_exp.errors import DataError

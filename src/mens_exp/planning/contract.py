@@ -20,10 +20,9 @@ from mens_exp.artifacts.digest import digest, sha256_file
 from mens_exp.config.backend import BACKEND_SPECS, FULL_GRAPH, ProxyConfig
 from mens_exp.config.compose import compose, typed
 from mens_exp.config.data import JsonlData, MixData, StdlibData, SyntheticData
-from mens_exp.config.data_sources import GivenData
+from mens_exp.config.data_sources import GivenData, sources_of
 from mens_exp.config.fields import UNSET, Effect
 from mens_exp.config.loader import effect_of
-from mens_exp.config.mix import sources_of
 from mens_exp.config.model import BundledModel, HfModel, teacher_of
 from mens_exp.config.quant import PATTERNS
 from mens_exp.config.trainer import TUNING, Selection

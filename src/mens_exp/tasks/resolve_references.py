@@ -16,7 +16,7 @@ from mens_exp.artifacts.decision_ledger import is_ledger
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir, resolve
 from mens_exp.config.data import HubData, MixData
-from mens_exp.config.mix import sources_of
+from mens_exp.config.data_sources import sources_of
 from mens_exp.config.model import HfModel, teacher_of
 from mens_exp.config.overrides import check
 from mens_exp.config.sweep import EARLIER, SLURM

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from mens_exp.config.data import HubData, JsonlData, MixData, OnBadRow, RowFormat, StdlibData
-from mens_exp.config.mix import sources_of
+from mens_exp.config.data_sources import sources_of
 from mens_exp.config.overrides import check
 
 GOOD = "{path:a.jsonl,weight:1}"
