@@ -285,7 +285,7 @@ def _lora(manifest: AdapterManifest, shape: Shape) -> LoraConfig:
     ranks = {path_of[layer]: manifest.rank_of(layer) for layer in manifest.layer_order}
     has_rank = "rank_pattern" in spec.settings
     schema = PassthroughConfig if manifest.peft_config else spec.schema or LoraConfig
-    found = schema(
+    found: LoraConfig = schema(
         name="adapter",
         targets=list(ranks),
         r=manifest.rank,

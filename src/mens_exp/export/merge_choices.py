@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mens_exp.artifacts.adapter_v3 import AdapterManifest
-    from mens_exp.config.lora import AdapterSpec
+    from mens_exp.config.lora_spec import AdapterSpec
     from mens_exp.config.quant import QuantizerSpec
     from mens_exp.config.task import MergeConfig
     from mens_exp.errors import MensError

@@ -19,7 +19,8 @@ from mens_exp.layout.shape import HEAD
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-    from mens_exp.config.lora import AdapterSpec, LoraConfig
+    from mens_exp.config.lora import LoraConfig
+    from mens_exp.config.lora_spec import AdapterSpec
     from mens_exp.config.quant import QuantConfig, QuantType
     from mens_exp.layout.families import Family, Projection, Slot
     from mens_exp.layout.norms import Norm
