@@ -17,8 +17,8 @@ from mens_exp.evals.attribution import (
     parity_with,
     replaced,
 )
+from mens_exp.layout.modules import linear_modules
 from mens_exp.layout.shape import shape_of
-from mens_exp.layout.targets import linear_modules
 from mens_exp.model.sources import resolve
 from mens_exp.quant.round_trip import stored_as, variant_of, variants_of
 

@@ -17,8 +17,8 @@ from mens_exp.config.compose import compose, typed
 from mens_exp.corpus.generator import generate
 from mens_exp.corpus.source import cache_key, load_rows
 from mens_exp.corpus.split import Side
+from mens_exp.layout.modules import linear_weights
 from mens_exp.layout.shape import shape_of
-from mens_exp.layout.targets import linear_weights
 from mens_exp.planning import estimate, machine
 from mens_exp.planning.estimate import make_plan, steps_of
 from mens_exp.rows.cache import encoded

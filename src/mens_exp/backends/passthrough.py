@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from mens_exp.config.quant import QuantConfig
     from mens_exp.config.root import RunConfig
-    from mens_exp.layout.targets import LinearModule
+    from mens_exp.layout.modules import LinearModule
     from mens_exp.lora.method import Tensors
 
 with quiet():  # bitsandbytes, which PEFT imports, writes a notice about kernels for CPUs

@@ -160,7 +160,6 @@ SOURCES = Registry(
     },
 )
 
-
 _OWN: Final = ("name", "weight", "source")
 # Validation and reading options are set for the whole mix.
 _OF_THE_MIX: Final = {"val_path", "val_split"} | {

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         WholeRecord,
     )
     from mens_exp.data.batch import Batch
-    from mens_exp.layout.targets import LinearModule
+    from mens_exp.layout.modules import LinearModule
 
 
 Choice = TypeVar("Choice", bound="str | int")

@@ -21,9 +21,9 @@ from mens_exp.layout.adapter_base import (
     untied,
 )
 from mens_exp.layout.families import FAMILIES
+from mens_exp.layout.modules import linear_modules
 from mens_exp.layout.prequantized import CODES
 from mens_exp.layout.shape import HEAD, base_key
-from mens_exp.layout.targets import linear_modules
 from mens_exp.planning.messages import needs_verified_layout
 from mens_exp.planning.planner import SUBSET_MERGE
 

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from mens_exp.config.task import BudgetConfig
     from mens_exp.export.certificate import Probe
     from mens_exp.layout.adapter_base import Place
-    from mens_exp.layout.targets import LinearModule
+    from mens_exp.layout.modules import LinearModule
     from mens_exp.lora.method import Change
     from mens_exp.model.sources import BaseModel
 

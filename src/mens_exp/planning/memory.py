@@ -18,14 +18,13 @@ from mens_exp.config.objective_spec import LOGIT_BYTES, matched_layers
 from mens_exp.config.optim import LowRankConfig
 from mens_exp.config.quant import ComputeDtype, unquantized
 from mens_exp.config.trainer import Strategy
+from mens_exp.layout.modules import linear_modules, linear_weights
 from mens_exp.layout.shape import shape_of
 from mens_exp.layout.targets import (
     adapter_parameters,
     adapter_tensors,
     chosen,
     described,
-    linear_modules,
-    linear_weights,
     quantized_modules,
 )
 from mens_exp.planning.activations import BUCKET, modules_of, proxy_stack, saved_bytes
@@ -35,8 +34,8 @@ if TYPE_CHECKING:
 
     from mens_exp.config.quant import QuantConfig
     from mens_exp.config.root import RunConfig
+    from mens_exp.layout.modules import LinearModule
     from mens_exp.layout.shape import Shape
-    from mens_exp.layout.targets import LinearModule
     from mens_exp.planning.activations import Documents
 
 RANKS = "importance of ranks"  # of each value of the adapter, and two averages of it

@@ -18,7 +18,8 @@ import torch
 
 from mens_exp.artifacts.adapter_v3 import ModuleQuantizer, Quantizer
 from mens_exp.config.quant import PATTERNS, ComputeDtype, QuantConfig, StorageDtype
-from mens_exp.layout.targets import linear_modules, otherwise_quantized
+from mens_exp.layout.modules import linear_modules
+from mens_exp.layout.targets import otherwise_quantized
 from mens_exp.model.quiet import quiet
 from mens_exp.quant.binding import (
     Binding,

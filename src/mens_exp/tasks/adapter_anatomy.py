@@ -24,10 +24,11 @@ from mens_exp.errors import DataError, MensError, Problems
 from mens_exp.export.subject import config_of
 from mens_exp.layout.families import FAMILIES
 from mens_exp.layout.model_cache import ready_directory
+from mens_exp.layout.modules import linear_modules
 from mens_exp.layout.peft_adapter import PeftAdapter, read_peft
 from mens_exp.layout.peft_format import split_experts, stacks_of
 from mens_exp.layout.shape import family_for, shape_of
-from mens_exp.layout.targets import linear_modules, pattern_values
+from mens_exp.layout.targets import pattern_values
 from mens_exp.planning.preflight import writable_cache
 
 if TYPE_CHECKING:

@@ -24,9 +24,10 @@ from mens_exp.errors import Problems, RequestError
 from mens_exp.evals.engines import Served, VllmEngine, open_vllm
 from mens_exp.evals.suite import frozen_suite
 from mens_exp.export.subject import base_problems, config_of, subject_of
+from mens_exp.layout.modules import every_module
 from mens_exp.layout.shape import family_for, shape_of
 from mens_exp.layout.starting_adapter import find, read
-from mens_exp.layout.targets import every_module, otherwise_quantized, skipped
+from mens_exp.layout.targets import otherwise_quantized, skipped
 from mens_exp.planning.checks.adapter import check_initial_adapter, other_base
 from mens_exp.planning.preflight import writable_cache
 from mens_exp.report import terminal

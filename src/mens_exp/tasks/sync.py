@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from mens_exp.tasks.run import Run
     from mens_exp.training.wandb_names import AgentRun
 
-
 _KNOWN = "known"
 
 

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
     from mens_exp.data.stream import MicroBatches
 
-
 _STAYS = 0.99  # cosine of two updates of a direction: PEFT's `tau`
 _SEED = 42  # of the decomposition's sketch, as in PEFT
 _MOST = 1000  # micro-batches; PEFT has no limit. Unverified guess.

@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     from mens_exp.rows.rewards import Groups
     from mens_exp.training.module import RunRecord, TrainingModule
 
-
 _TOP_TOKENS = "teacher_top_tokens"
 
 

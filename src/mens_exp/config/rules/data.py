@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
     from mens_exp.errors import MensError
 
-
 _FILES = "a file, a list such as [a.jsonl,b.jsonl], or a glob such as rows/*.jsonl"
 
 

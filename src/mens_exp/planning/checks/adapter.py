@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from mens_exp.config.lora import LoraConfig
     from mens_exp.config.root import RunConfig
     from mens_exp.errors import MensError
+    from mens_exp.layout.modules import LinearModule
     from mens_exp.layout.shape import Shape
-    from mens_exp.layout.targets import LinearModule
 
 
 def check_lora(config: RunConfig) -> Iterator[MensError]:
