@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from mens_exp.backends.frozen_base import hidden_states, load_base
+from mens_exp.backends.forward import hidden_states
+from mens_exp.backends.frozen_base import load_base
 from mens_exp.config.quant import QuantConfig, QuantType
 from mens_exp.data.batch import packed_batch
 from mens_exp.evals.attribution import (

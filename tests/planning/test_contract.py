@@ -14,9 +14,9 @@ from hydra.utils import get_class
 from mens_exp.artifacts.digest import digest
 from mens_exp.config.compose import compose, typed
 from mens_exp.config.fields import Effect
-from mens_exp.config.loader import SCHEMAS, declarations, effect_of
 from mens_exp.config.option_files import group_options
 from mens_exp.config.root import RunConfig
+from mens_exp.config.schemas import SCHEMAS, declarations, effect_of
 from mens_exp.corpus import synthetic
 from mens_exp.planning.contract import RECORDING_CALLBACKS, contract_of, learned_settings
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from mens_exp.artifacts import atomic
-from mens_exp.backends import frozen_base
+from mens_exp.backends import forward
 from mens_exp.backends.adapters import place_adapter, start_all, start_facts, start_from
 from mens_exp.backends.frozen_base import FrozenWeights, frozen_weights, load_base
 from mens_exp.backends.generation import greedy, trace
@@ -132,7 +132,7 @@ class QloraBackend(torch.nn.Module):
         """Return hidden states at the supervised positions, ``[M, D]``."""
         batch = with_virtual_tokens(batch, self.virtual_ids)
         with self._compute(), self.noise.over(batch.document_lengths):
-            return frozen_base.hidden_states(self.causal_lm, batch)
+            return forward.hidden_states(self.causal_lm, batch)
 
     def layer_states(
         self, batch: Batch, layers: Sequence[int]
@@ -140,12 +140,12 @@ class QloraBackend(torch.nn.Module):
         """Return the result of `forward`, and the states after the given layers, from 1."""
         batch = with_virtual_tokens(batch, self.virtual_ids)
         with self._compute(), self.noise.over(batch.document_lengths):
-            return frozen_base.layer_states(self.causal_lm, batch, layers)
+            return forward.layer_states(self.causal_lm, batch, layers)
 
     def head(self, hidden_MD: torch.Tensor) -> torch.Tensor:
         """Return logits ``[M, V]`` in the compute dtype, soft-capped if the model does so."""
         with self._compute():
-            return frozen_base.logits(self.causal_lm, hidden_MD)
+            return forward.logits(self.causal_lm, hidden_MD)
 
     @property
     def virtual_ids(self) -> list[int]:

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from mens_exp.backends.frozen_base import MODEL_CODE_ERRORS, published_config
+from mens_exp.backends.forward import MODEL_CODE_ERRORS
+from mens_exp.backends.frozen_base import published_config
 from mens_exp.backends.lora import ADAPTER, PEFT_LORA
 from mens_exp.errors import ModelFileError
 from mens_exp.layout.norms import VALUES

@@ -24,22 +24,13 @@ from yaml import YAMLError
 
 from mens_exp.artifacts.digest import digest
 from mens_exp.artifacts.untrusted_input import parse_yaml
-from mens_exp.config.loader import (
-    SCHEMAS,
-    CachingLoader,
-    absent_specs,
-    admit_named,
-    copied,
-    is_added,
-    register,
-    schema_of,
-    shared_override,
-)
+from mens_exp.config.loader import CachingLoader, admit_named, copied, register, shared_override
 from mens_exp.config.model import default_tokenizer_of_random
 from mens_exp.config.optim import lr_beside
 from mens_exp.config.option_files import config_directory, group_options, primary_config
 from mens_exp.config.promotion import StudyConfig
 from mens_exp.config.root import MOVED, RunConfig, moved_to
+from mens_exp.config.schemas import SCHEMAS, absent_specs, is_added, schema_of
 from mens_exp.config.trainer import steps_beside
 from mens_exp.config.untrusted_config import our_targets, refuse_untrusted
 from mens_exp.config.user_config import CLASS_GROUPS, read_user_config, user_schema

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from omegaconf import OmegaConf
 
 from mens_exp.config.compose import compose
-from mens_exp.config.loader import SCHEMAS, declarations
 from mens_exp.config.option_files import group_options
+from mens_exp.config.schemas import SCHEMAS, declarations
 from mens_exp.config.task import TASKS
 from mens_exp.config.trainer import BY_CLASS, REFUSED
 from mens_exp.errors import ConfigError, MensError, listed, nearest

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.fields import TRAINING, UNSET, declared, in_range, plain, range_problems, shown
-from mens_exp.config.loader import declarations, declarations_of
 from mens_exp.config.root import RunConfig
 from mens_exp.config.rules import data, graph, optim, suite, task, training
+from mens_exp.config.schemas import declarations, declarations_of
 from mens_exp.config.task import TASKS
 from mens_exp.errors import ConfigError, MensError, NoEffectError
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.digest import digest
 from mens_exp.config.fields import Effect, shown
-from mens_exp.config.loader import effect_of
 from mens_exp.config.objective import OBJECTIVES
 from mens_exp.config.option_files import group_options
+from mens_exp.config.schemas import effect_of
 from mens_exp.errors import ConfigError, expected_name
 from mens_exp.evals.contrast import without_seed
 from mens_exp.planning.contract import recorded_digest

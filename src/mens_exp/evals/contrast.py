@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.fields import Effect
-from mens_exp.config.loader import contract_parts, effect_of
+from mens_exp.config.schemas import contract_parts, effect_of
 from mens_exp.planning.contract import recorded_digest
 from mens_exp.planning.extension import extension_words
 

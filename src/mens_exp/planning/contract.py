@@ -22,9 +22,9 @@ from mens_exp.config.compose import compose, typed
 from mens_exp.config.data import JsonlData, MixData, StdlibData, SyntheticData
 from mens_exp.config.data_sources import GivenData, sources_of
 from mens_exp.config.fields import UNSET, Effect
-from mens_exp.config.loader import effect_of
 from mens_exp.config.model import BundledModel, HfModel, teacher_of
 from mens_exp.config.quant import PATTERNS
+from mens_exp.config.schemas import effect_of
 from mens_exp.config.trainer import TUNING, Selection
 from mens_exp.corpus import synthetic
 from mens_exp.corpus.given_rows import read_given

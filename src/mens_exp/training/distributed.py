@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from mens_exp.artifacts import host
-from mens_exp.backends.frozen_base import backbone
+from mens_exp.backends.forward import backbone
 from mens_exp.config.trainer import Strategy as Chosen
 from mens_exp.errors import TrainingError
 from mens_exp.layout.shape import shape_of
