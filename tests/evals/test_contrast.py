@@ -8,7 +8,8 @@ from enum import Enum
 import pytest
 
 from mens_exp.evals.contrast import Guard, applied, guard, implied_by, without_seed
-from mens_exp.planning.contract import contract_of, learned_settings, recorded_digest
+from mens_exp.planning.contract import contract_of, recorded_digest
+from mens_exp.planning.learned_settings import learned_settings
 
 INPUTS = {"base_weights_sha256": "b", "data.rows_sha256": "r", "data.train_sha256": "t"}
 MACHINE = {"commit": "c", "packages": {"torch": "2.6"}, "cpu": {"model": "x"}}

@@ -30,12 +30,8 @@ from mens_exp.objective.causal import Passed
 from mens_exp.planning.machine import host_memory
 from mens_exp.planning.memory import MOST_DEQUANTIZED
 from mens_exp.quant.binding import binding_of, compute_dtype
-from mens_exp.quant.bnb import (
-    binding_that_holds,
-    keep_trainable,
-    quantization_config,
-    quantized_linears,
-)
+from mens_exp.quant.bnb import quantization_config
+from mens_exp.quant.layers import binding_that_holds, keep_trainable, quantized_linears
 from mens_exp.quant.prequantized import dequantizing_config
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from mens_exp.lora.keyed import initialise, share_dropout
 from mens_exp.lora.linear import take_over
 from mens_exp.lora.method import AdapterMethod, Delta, stacked
 from mens_exp.model.quiet import quiet
-from mens_exp.quant.bnb import values_of
+from mens_exp.quant.layers import values_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

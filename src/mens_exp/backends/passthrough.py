@@ -32,7 +32,7 @@ from mens_exp.lora.keyed import key_of
 from mens_exp.lora.method import AdapterMethod, ByDefinition
 from mens_exp.model.quiet import quiet
 from mens_exp.quant.binding import binding_of, compute_dtype
-from mens_exp.quant.bnb import binding_that_holds
+from mens_exp.quant.layers import binding_that_holds
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence

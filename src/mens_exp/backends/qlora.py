@@ -31,7 +31,7 @@ from mens_exp.model.liger import FusedHead, LigerKernels
 from mens_exp.model.stored_weights import StoredWeights
 from mens_exp.planning.kernels import reasons
 from mens_exp.quant.binding import compute_dtype
-from mens_exp.quant.bnb import (
+from mens_exp.quant.layers import (
     as_published,
     differs_in_evaluation,
     parameter_count,

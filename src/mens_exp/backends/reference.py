@@ -29,7 +29,7 @@ from mens_exp.lora.norms import TunedNorm
 from mens_exp.lora.prompt_tuning import PromptEmbedding
 from mens_exp.model.quiet import quiet
 from mens_exp.objective.causal import CrossEntropy
-from mens_exp.quant.bnb import quantized_linears, values_of
+from mens_exp.quant.layers import quantized_linears, values_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from mens_exp.artifacts.adapter_v3 import AdapterProvenance, Quantizer
+    from mens_exp.artifacts.adapter_v3 import AdapterProvenance
+    from mens_exp.artifacts.quantizer_record import Quantizer
     from mens_exp.config.root import RunConfig
     from mens_exp.layout.families import Family
     from mens_exp.layout.modules import LinearModule

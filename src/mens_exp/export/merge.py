@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
-    from mens_exp.artifacts.adapter_v3 import Quantizer
+    from mens_exp.artifacts.quantizer_record import Quantizer
     from mens_exp.layout.adapter_base import Place
     from mens_exp.lora.method import Change
 

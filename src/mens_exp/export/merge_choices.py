@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mens_exp.artifacts.adapter_v3 import ModuleQuantizer, Quantizer, quantizer_of
+from mens_exp.artifacts.quantizer_record import ModuleQuantizer, Quantizer, quantizer_of
 from mens_exp.config.lora import ADAPTERS
 from mens_exp.config.quant import QUANTIZERS, UNLESS_TOLD
 from mens_exp.config.task import MergeBase, MergeMode

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from mens_exp.artifacts.adapter_v3 import AdapterManifest, Quantizer
+    from mens_exp.artifacts.adapter_v3 import AdapterManifest
+    from mens_exp.artifacts.quantizer_record import Quantizer
     from mens_exp.config.model import ModelConfig
     from mens_exp.errors import MensError
     from mens_exp.layout.checkpoint_files import TensorInfo

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from mens_exp.artifacts.adapter_v3 import Quantizer
+    from mens_exp.artifacts.quantizer_record import Quantizer
     from mens_exp.config.quant import QuantConfig, QuantizerSpec
     from mens_exp.model.stored_weights import StoredWeights
 

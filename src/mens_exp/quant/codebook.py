@@ -25,7 +25,7 @@ from mens_exp.quant.binding import DTYPES, Binding, RoundTrip, as_linear
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from mens_exp.artifacts.adapter_v3 import Quantizer
+    from mens_exp.artifacts.quantizer_record import Quantizer
     from mens_exp.config.quant import QuantConfig
 
 _E2M1_EXPONENT: Final = 2  # exponent of the largest level, 1.5 · 2²

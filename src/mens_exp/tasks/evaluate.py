@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mens_exp.artifacts.adapter_v3 import TENSORS_NAME, levels_in, read_adapter
+from mens_exp.artifacts.adapter_v3 import TENSORS_NAME, read_adapter
 from mens_exp.artifacts.digest import refuse_changed_adapter, sha256_file
 from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.quantizer_record import levels_in
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.scorecard import Condition
 from mens_exp.config.evaluation import EngineKind
@@ -55,7 +56,8 @@ from mens_exp.training.wandb_names import id_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from mens_exp.artifacts.adapter_v3 import Quant, Quantizer
+    from mens_exp.artifacts.adapter_v3 import Quant
+    from mens_exp.artifacts.quantizer_record import Quantizer
     from mens_exp.config.quant import QuantConfig
     from mens_exp.config.root import RunConfig
     from mens_exp.corpus.row_files import Rows

@@ -34,7 +34,6 @@ from mens_exp.errors import MensError, RequestError
 from mens_exp.export.subject import config_of
 from mens_exp.layout import starting_adapter
 from mens_exp.layout.shape import family_for
-from mens_exp.planning.contract import RECORDING_CALLBACKS
 from mens_exp.planning.extension import (
     ByAttempts,
     extension_words,
@@ -42,6 +41,7 @@ from mens_exp.planning.extension import (
     takes_total,
     with_extensions,
 )
+from mens_exp.planning.learned_settings import RECORDING_CALLBACKS
 from mens_exp.planning.machine import ALONE
 from mens_exp.planning.preflight import writable_cache
 from mens_exp.report import terminal

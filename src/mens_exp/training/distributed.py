@@ -35,7 +35,7 @@ from mens_exp.layout.shape import shape_of
 from mens_exp.planning.machine import cores, look
 from mens_exp.planning.memory import base_bits, dense_experts
 from mens_exp.quant.binding import binding_of, compute_dtype
-from mens_exp.quant.bnb import keep_quantization_state, quantized_linears
+from mens_exp.quant.layers import keep_quantization_state, quantized_linears
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

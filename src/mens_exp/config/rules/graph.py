@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mens_exp.artifacts.adapter_v3 import LEVELS_EXPECTED, are_levels
+from mens_exp.artifacts.quantizer_record import LEVELS_EXPECTED, are_levels
 from mens_exp.config.backend import BACKEND_SPECS, FullConfig, ProxyConfig
 from mens_exp.config.fields import shown
 from mens_exp.config.lora import ADAPTERS, PromptInit, PromptTuningConfig
