@@ -31,12 +31,12 @@ from mens_exp.config.fields import (
     shown,
 )
 from mens_exp.config.option_files import config_directory, our_options
+from mens_exp.config.override_parsing import parsed_override
 from mens_exp.config.override_values import (
     spelled_out,
     sweep_override_problems,
     value_problems,
 )
-from mens_exp.config.overrides import parsed_override
 from mens_exp.config.root import RunConfig
 from mens_exp.config.schemas import SCHEMAS, SET_BY_OPTION, effect_of
 from mens_exp.config.sweep import LAUNCHERS, OPTUNA, OptunaSweeper

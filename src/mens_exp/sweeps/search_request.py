@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from mens_exp.artifacts.sweep import SearchRecord
 from mens_exp.config.fields import range_problems
+from mens_exp.config.override_parsing import read_space, written
 from mens_exp.config.overrides import Checked, check, swept_by_config
-from mens_exp.config.search_space import read_space, written
 from mens_exp.config.suggestions import NO_KEY
 from mens_exp.config.sweep import (
     OPTUNA,
@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from mens_exp.artifacts.sweep import Dimension
+    from mens_exp.config.override_parsing import Space
     from mens_exp.config.overrides import Cell
-    from mens_exp.config.search_space import Space
     from mens_exp.config.sweep import Launcher, SweepConfig
 
 

@@ -13,8 +13,9 @@ from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.untrusted_input import parse_yaml
 from mens_exp.config.compose import study_in, to_yaml
 from mens_exp.config.fields import plain, range_problems, shown
+from mens_exp.config.override_parsing import parsed_override
 from mens_exp.config.override_values import override_of
-from mens_exp.config.overrides import Checked, check, parsed_override
+from mens_exp.config.overrides import Checked, check
 from mens_exp.config.promotion import BurnProductionPolicy, StudyConfig
 from mens_exp.config.rules.task import study_problems
 from mens_exp.errors import ConfigError, MensError, Problems, RequestError
