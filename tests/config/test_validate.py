@@ -15,8 +15,8 @@ from mens_exp.config.trainer import EarlyStoppingConfig, ScorecardConfig, Select
 from mens_exp.config.validate import (
     TASK_READS,
     ineffective_overrides,
+    overrides_not_read,
     problems_of,
-    unread_overrides,
 )
 
 Changed = dict[str, Any]
@@ -362,7 +362,7 @@ def test_ranges_of_one_group_can_be_asked_for(make):
 )
 def test_override_that_the_task_never_reads_is_refused(task, key):
     """It would have no effect, and the message names the task."""
-    (problem,) = unread_overrides(task, [key])
+    (problem,) = overrides_not_read(task, [key])
     assert problem.where == key
     assert f"has no effect with task={task}" in str(problem)
 
@@ -388,7 +388,7 @@ def test_override_that_the_task_never_reads_is_refused(task, key):
 )
 def test_override_that_the_task_reads_is_accepted(task, key):
     """`plan` reads the settings of the planned run; `evaluate` reads trainer=cpu."""
-    assert unread_overrides(task, [key]) == []
+    assert overrides_not_read(task, [key]) == []
 
 
 def test_what_tasks_read_exists(make):

@@ -265,7 +265,7 @@ def compose(cells: Sequence[Sequence[str]], *, first: int = 0) -> list[Composed]
             composed.append(
                 Composed(
                     overrides=tuple(overrides),
-                    values=_settled(_visible(config)),
+                    values=_with_resolved_values(_visible(config)),
                     choices={**_choices(config), **_lists(overrides)},
                     whole=config,
                     number=number,
@@ -277,7 +277,7 @@ def compose(cells: Sequence[Sequence[str]], *, first: int = 0) -> list[Composed]
     return composed
 
 
-def _settled(values: DictConfig) -> DictConfig:
+def _with_resolved_values(values: DictConfig) -> DictConfig:
     """Resolve interpolations in place, because the processes that receive it have no resolvers."""
     for group, key in _DEPENDENT:
         if OmegaConf.is_interpolation(values[group], key):

@@ -44,7 +44,7 @@ from mens_exp.config.override_values import (
 from mens_exp.config.root import RunConfig
 from mens_exp.config.sweep import IN_ORDER, sweeper_of
 from mens_exp.config.user_config import user_config_problems
-from mens_exp.config.validate import ineffective_overrides, problems_of, unread_overrides
+from mens_exp.config.validate import ineffective_overrides, overrides_not_read, problems_of
 from mens_exp.errors import ConfigError, MensError, NoEffectError, listed, nearest
 
 if TYPE_CHECKING:
@@ -353,7 +353,7 @@ def _judged(
     told = [o.key_or_group for o in given.overrides if not _switches_off(o)]
     refused = given.named - {o.key_or_group for o in given.overrides}  # already reported
     problems = [problem for problem in problems_of(config) if problem.where not in refused]
-    problems += unread_overrides(
+    problems += overrides_not_read(
         config.task.name, [key for key in told if key not in idle], given.texts, path=config.path
     )
     problems += ineffective_overrides(config, keys)

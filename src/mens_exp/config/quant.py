@@ -367,7 +367,7 @@ class QuantType(Enum):
         return QUANTIZERS.named(self.value)
 
 
-UNLESS_TOLD = QuantType.nf4  # the default of 4-bit trainers
+DEFAULT_QUANTIZER = QuantType.nf4  # the default of 4-bit trainers
 
 
 class ComputeDtype(Enum):
@@ -429,7 +429,7 @@ class QuantConfig:
     """Quantization of the base: by bitsandbytes (QLoRA, arXiv:2305.14314), or by a codebook."""
 
     quant_type: QuantType = setting(
-        UNLESS_TOLD,
+        DEFAULT_QUANTIZER,
         "nf4 or fp4, four bits; int8, eight, one scale a row (LLM.int8, arXiv:2208.07339); nf2, "
         "nf3, nf5 to nf8, int2 to int7, uint2 to uint8, mxfp4 (OCP) or nvfp4 (NVIDIA), references "
         "in plain torch for comparisons; codebook, the levels of quant.levels; hqq2, hqq3, hqq4 or "

@@ -75,13 +75,13 @@ def settings_read(values: Mapping[str, Any], task: str) -> dict[str, Any]:
         values: a configuration as plain data; unknown keys are kept.
         task: the task's name.
     """
-    paths = TASK_READS[task] | _read_beside(task, values.get("path"))
+    paths = TASK_READS[task] | _reads_from_command(task, values.get("path"))
     reads = {path.partition(".")[0] for path in paths} | {"seed", "task"}
     unread = RunConfig.__dataclass_fields__.keys() - reads
     return {name: value for name, value in values.items() if name not in unread}
 
 
-def unread_overrides(
+def overrides_not_read(
     name: str, keys: Iterable[str], texts: Sequence[str] = (), *, path: str | None = None
 ) -> list[MensError]:
     """List explicit overrides that the chosen task never reads.
@@ -92,7 +92,7 @@ def unread_overrides(
         texts: all overrides as typed, for the command that would be accepted.
         path: the run that the task reads; with ``base``, the model of the command is used.
     """
-    reads = TASK_READS[name] | _read_beside(name, path)
+    reads = TASK_READS[name] | _reads_from_command(name, path)
     unread: list[str] = []
     for key in keys:
         group = key.split(".", 1)[0].split("/", 1)[0]  # hydra/launcher is Hydra's, as hydra.run
@@ -121,7 +121,7 @@ def _tasks_that_read(key: str, name: str) -> str:
     return f"nothing: task={name} has no such setting"
 
 
-def _read_beside(name: str, path: str | None) -> frozenset[str]:
+def _reads_from_command(name: str, path: str | None) -> frozenset[str]:
     """Return the settings that a task reads from the command if `path` does not name a run."""
     if path == "base" and name != "export":
         return _READ_OF_THE_BASE | (frozenset({"data"}) if name == "evaluate" else frozenset())
@@ -136,14 +136,14 @@ def ineffective_overrides(config: RunConfig, keys: Iterable[str]) -> list[MensEr
     """List explicit overrides that have no effect given the rest of the configuration.
 
     Each is refused once, by the first condition that is not met. Overrides that the task does not
-    read are left to :func:`unread_overrides`.
+    read are left to :func:`overrides_not_read`.
 
     Args:
         config: the whole configuration.
         keys: override keys as given.
     """
     keys = list(keys)
-    unread = {one.where for one in unread_overrides(config.task.name, keys, path=config.path)}
+    unread = {one.where for one in overrides_not_read(config.task.name, keys, path=config.path)}
     problems: list[MensError] = []
     for key in keys:
         chain = declarations_of(config, key) if key not in unread else []

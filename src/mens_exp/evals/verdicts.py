@@ -370,12 +370,12 @@ def _verdict(record: KpiRecord, rule: Rule) -> tuple[Verdict, str]:
         detail = _found(record, rule)
         if record["estimate"] and record["low"] == record["high"]:
             detail = "; all differences are equal, which tells no spread"
-        return Verdict.NO_DIFFERENCE, f"{said}{_beside(record, rule)}{detail}"
+        return Verdict.NO_DIFFERENCE, f"{said}{_note_on_interval(record, rule)}{detail}"
     if record["direction"] == Direction.NONE:
         return Verdict.UNKNOWN, f"{said}, but neither way is better"
     is_better = (record["estimate"] > 0) == (record["direction"] == Direction.MAX)
     verdict = Verdict.BETTER if is_better else Verdict.WORSE
-    return verdict, f"{said}{_beside(record, rule)}"
+    return verdict, f"{said}{_note_on_interval(record, rule)}"
 
 
 def _found(record: KpiRecord, rule: Rule) -> str:
@@ -386,7 +386,7 @@ def _found(record: KpiRecord, rule: Rule) -> str:
     return f"; {len(record['seeds'])} seeds find {found} in {100 * rule.power:.6g}% of studies"
 
 
-def _beside(record: KpiRecord, rule: Rule) -> str:
+def _note_on_interval(record: KpiRecord, rule: Rule) -> str:
     """Explain an interval that seems to contradict the verdict."""
     low, high, p = record["low"], record["high"], record["p_holm"]
     assert p is not None, "a verdict has a p-value"

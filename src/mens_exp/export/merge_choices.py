@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from mens_exp.artifacts.quantizer_record import ModuleQuantizer, Quantizer, quantizer_of
 from mens_exp.config.lora import ADAPTERS
-from mens_exp.config.quant import QUANTIZERS, UNLESS_TOLD
+from mens_exp.config.quant import DEFAULT_QUANTIZER, QUANTIZERS
 from mens_exp.config.task import MergeBase, MergeMode
 from mens_exp.errors import Problems, RequestError
 from mens_exp.layout.adapter_base import (
@@ -357,7 +357,7 @@ def _base(inputs: MergeInputs, asked: MergeConfig) -> tuple[Quantizer | None, st
     if inputs.schema == "peft":
         return assumed, (
             f"nf4 values in blocks of {block}, double quantized: a PEFT directory does not "
-            "say what its base was, and this is what 4-bit trainers take unless told"
+            "say what its base was, and this is what 4-bit trainers use by default"
         )
     raise RequestError(
         "the adapter was trained on an unquantized base",
@@ -452,7 +452,7 @@ def _assumed(inputs: MergeInputs) -> Quantizer:
     quant = inputs.manifest.quant
     spec = QUANTIZERS.known(quant["base_quant"])
     if spec is None or not spec.is_quantized:
-        spec = UNLESS_TOLD.spec
+        spec = DEFAULT_QUANTIZER.spec
     is_bnb_4bit = spec.usual_double_quant
     dtype = "f32" if is_bnb_4bit and not is_peft else "bf16"
     return {

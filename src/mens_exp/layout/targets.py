@@ -106,13 +106,13 @@ def quantized_modules(quant: QuantConfig, shape: Shape) -> dict[str, QuantConfig
             if not matched:
                 problems.append(_no_match(pattern, inside, shape.family, where=where))
             elif not free:
-                problems.append(_unread(setting, pattern, stored.values()))
+                problems.append(_ineffective_pattern(setting, pattern, stored.values()))
             found |= {path: replace(found[path], **{setting: value}) for path in free}
     Problems.raise_if(problems)
     return {path: one for path, one in found.items() if path not in left}
 
 
-def _unread(setting: str, pattern: str, stored: Iterable[QuantConfig]) -> ConfigError:
+def _ineffective_pattern(setting: str, pattern: str, stored: Iterable[QuantConfig]) -> ConfigError:
     names = ", ".join(sorted({one.quant_type.value for one in stored}))
     fixed = {
         "block_size": "matches only modules whose quantizer has a fixed block size",

@@ -228,7 +228,7 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
     components = {
         "base weights": round(frozen * (frozen_linears(config, shape) - dense) * bits / 8),
         **({EXPERTS_DENSE: frozen * dense * width} if dense else {}),
-        **_beside_residual(config, shape, bits),
+        **_original_weights(config, shape, bits),
         "embedding and head": frozen * shape.embedding_parameters * width,
         "adapter": parameters * _F32 + round(_copied(config, shape, parameters) * width),
         "gradients": parameters * _F32,
@@ -406,7 +406,7 @@ def _projections(config: RunConfig, shape: Shape, *, width: int) -> dict[str, in
     return {"shared projections": config.lora.spec.shared_bytes(found, width=width)}
 
 
-def _beside_residual(config: RunConfig, shape: Shape, bits: float) -> dict[str, int]:
+def _original_weights(config: RunConfig, shape: Shape, bits: float) -> dict[str, int]:
     """Return the memory of the original weights, if initialisation replaces them by a residual.
 
     An initialisation from gradients also holds these gradients until training begins.

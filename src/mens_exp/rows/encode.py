@@ -110,7 +110,7 @@ def rendered_answers(
             bad += 1
         if bad == MOST_BAD_ROWS:
             break
-    Problems.raise_if(wrong.told((), "data", is_part=bad == MOST_BAD_ROWS))
+    Problems.raise_if(wrong.reported((), "data", is_part=bad == MOST_BAD_ROWS))
     return found
 
 

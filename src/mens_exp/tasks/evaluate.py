@@ -121,7 +121,7 @@ def _evaluate_here(config: RunConfig, run: Run, subject: Subject) -> None:
     from mens_exp.model.sources import resolve
     from mens_exp.training.build import build_backend, lightning_quiet
 
-    theirs, tensors, adapter = _told(config, subject)
+    theirs, tensors, adapter = _build_from(config, subject)
     theirs.trainer.accelerator = config.trainer.accelerator
     cache = writable_cache()
     base = resolve(theirs.model, cache)
@@ -191,7 +191,7 @@ def _conditions(subject: Subject) -> tuple[Condition, ...]:
     return (Condition.BASE, Condition.TUNED) if subject.merged is None else (Condition.TUNED,)
 
 
-def _told(config: RunConfig, subject: Subject) -> tuple[RunConfig, Any, Any]:
+def _build_from(config: RunConfig, subject: Subject) -> tuple[RunConfig, Any, Any]:
     """Return the configuration to build, the tensors to load, and an adapter without a run."""
     if subject.is_base:
         return config, None, None

@@ -268,7 +268,7 @@ def _step(directory: Path, texts: list[str], what: str) -> Manifest:
         resume_training(prepare_resumption(str(directory), {}))
         return Manifest.read(run.manifest)
     if directory.exists():
-        _put_aside(directory)
+        _archive(directory)
     terminal.say(f"{what} …")
     perform(directory, _composed(texts), prints=False)
     return Manifest.read(run.manifest)
@@ -280,7 +280,7 @@ def _difference(before: Sequence[str], now: Sequence[str]) -> str:
     return f"without {' '.join(gone) or 'nothing'}, with {' '.join(come) or 'nothing'}"
 
 
-def _put_aside(directory: Path) -> None:
+def _archive(directory: Path) -> None:
     """Rename the directory of an interrupted step, so that the step can run again."""
     number = 1
     while (aside := directory.with_name(f"{directory.name}.interrupted_{number}")).exists():

@@ -42,7 +42,7 @@ from mens_exp.planning.machine import ALONE
 from mens_exp.report import terminal
 from mens_exp.rows.rewards import groups_of
 from mens_exp.training.build import device_of, objective_of
-from mens_exp.training.cached_pass import CachedPass, surroundings
+from mens_exp.training.cached_pass import CachedPass, environment_key
 from mens_exp.training.contract_probe import preserve_state, probed_stream
 from mens_exp.training.distributed import all_gather
 
@@ -100,7 +100,7 @@ def teacher_for(
     vocab_size, on_gpu = shape_of(config.model).vocab_size, device.type == "cuda"
     arguments = settings.spec.arguments(settings, vocab_size, on_gpu=on_gpu)
     common = {
-        **surroundings(run, teacher, device),
+        **environment_key(run, teacher, device),
         "compute_dtype": config.quant.compute_dtype.value,
         "packing": config.data.packing,
         "top_k": settings.top_k,
@@ -260,7 +260,7 @@ def _reference_key(
     off: dict[str, Any] = {name: one for name, one in _OFF.items() if hasattr(config.lora, name)}
     assert isinstance(module.objective, OfAnswers), "known_reference refuses others"
     return {
-        **surroundings(run, base, next(module.parameters()).device),
+        **environment_key(run, base, next(module.parameters()).device),
         "backend": repr(config.backend),
         "quant": repr(config.quant),
         "lora": repr(replace(config.lora, **off)),

@@ -15,7 +15,7 @@ from mens_exp.config.promotion import (
     CompareTest,
     Sequential,
 )
-from mens_exp.config.quant import UNLESS_TOLD, names_made_again
+from mens_exp.config.quant import DEFAULT_QUANTIZER, names_made_again
 from mens_exp.config.root import LOGS
 from mens_exp.config.task import ExportFormat, MergeMode
 from mens_exp.errors import ConfigError
@@ -81,7 +81,7 @@ def task_problems(config: RunConfig) -> Iterator[ConfigError]:
             remedy="add repo=<user>/<name>",
         )
     export = config.export
-    told = export.base_quant or UNLESS_TOLD
+    told = export.base_quant or DEFAULT_QUANTIZER
     if export.double_quant is not None and "double_quant" not in told.spec.settings:
         yield ConfigError(
             f"contradicts export.base_quant={told.value}, which has no scales to quantize again",
