@@ -109,7 +109,12 @@ BAD = [
     ({"trainer.val_check_interval": 0}, "trainer.val_check_interval", "found 0", ">= 1"),
     ({"trainer.max_steps": -1}, "trainer.max_steps", "the run has no end", "at least 1 step"),
     ({"trainer.max_steps": 0}, "trainer.max_steps", "the run has no end", "at least 1 step"),
-    ({"trainer.max_epochs": 0}, "trainer.max_epochs", "zero trains nothing", "-1 or at least 1"),
+    (
+        {"trainer.max_epochs": 0},
+        "trainer.max_epochs",
+        "must not be 0",
+        "-1 or at least 1",
+    ),
     (
         {"trainer.max_steps": 3, "schedule.warmup_steps": 3},
         "schedule.warmup_steps",
@@ -186,7 +191,7 @@ BAD = [
     (
         {"schedule.warmup_steps": 2, "schedule.warmup_frac": 0.1},
         "schedule.warmup_frac",
-        "0.1 beside warmup_steps 2",
+        "0.1 and warmup_steps 2",
         "one of the two",
     ),
     ({"schedule.warmup_frac": 1.0}, "schedule.warmup_frac", "found 1.0", "< 1"),

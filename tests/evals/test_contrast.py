@@ -178,7 +178,7 @@ def test_an_edited_part_confounds_though_no_setting_differs(tiny_config):
     arm = side(tiny_config())
     arm["contract"]["adapter"]["method"] = "another"
     found = guard(arm, side(tiny_config()), ["optim.lr"])
-    assert found.confounded_by == ("a part of the contract that no setting tells",)
+    assert found.confounded_by == ("a part of the contract that no setting explains",)
 
 
 def other(value):

@@ -343,7 +343,7 @@ def test_what_is_no_study_is_told(here, rows_file, refused, arguments, said):
     [
         ({"arms": {"a": ["lora.r=2"], "b": ["lora.r=4"]}}, "has arms, or a grid"),
         ({"grid": {}}, "has arms, or a grid"),
-        ({"grid": {"lora.r": 2}}, "study.grid.lora.r: a key of the grid has a list of values"),
+        ({"grid": {"lora.r": 2}}, "study.grid.lora.r: must be a list of values"),
         ({"grid": {"lora.r": [2]}}, "compares at least two arms"),
         ({"seeds": [1]}, "study.seeds: a study has several seeds"),
         ({"seeds": [1, 1]}, "study.seeds: a study has several seeds"),

@@ -88,7 +88,7 @@ def test_a_figure_of_one_seed_is_no_interval(study, compare, tmp_path):
     """Neither the page's opening sentence nor its tables show an interval for one seed."""
     compare(study(seeds=[3], passes=lambda arm, _seed: 2 * arm), f"out={tmp_path}/one")
     said = (tmp_path / "one" / "compare.md").read_text("utf-8")
-    assert "not reachable, +0.5 in 1 seed, which tells no interval." in said
+    assert "not reachable, +0.5 in 1 seed, which gives no interval." in said
     assert "1 seeds" not in said
     assert "unknown over" not in said
 

@@ -438,7 +438,10 @@ def test_the_command_line_opens_decides_and_replays(lab, typed):
         (["promote.seeds=[1,2,3]", "promote.sequential=always_valid"], "expected at least 4 seeds"),
         (["promote.direction=lower"], "promote.direction: no promotion can follow"),
         (["promote.margin=1"], "promote.margin: no share can exceed it"),
-        (["promote.arms=[qlora,burn,burn]"], "promote.arms: a cycle freezes its arms"),
+        (
+            ["promote.arms=[qlora,burn,burn]"],
+            "promote.arms: must list at least two distinct arms to open a cycle",
+        ),
         (["promote.factor=lora.r"], "promote.arms: is not a value of the factor found qlora"),
         (["promote.arms=[qlora,born]"], "promote.arms: is not a value of the factor found born"),
     ],

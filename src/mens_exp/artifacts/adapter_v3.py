@@ -303,15 +303,13 @@ class AdapterManifest:
                     expected=f"a name, and sizes among {', '.join(sorted(known))}",
                 )
         if not described:
-            yield DataError("no tensor at all", where=f"{where}: mens_exp.tensors")
+            yield DataError("contains no tensors", where=f"{where}: mens_exp.tensors")
 
     def _projection_problems(self, where: str) -> Iterator[DataError]:
         """Yield missing projections, and a seed or rank other than the expected one."""
         described = (self.mens_exp or {}).get("projections")
         if described is None:
-            yield DataError(
-                "is missing: without it nothing says what the tensors make of a weight", where=where
-            )
+            yield DataError("is missing; it defines how the tensors change a weight", where=where)
             return
         expected = {"seed": (PROJECTION_SEED, "PEFT's default"), "r": (self.rank, "the rank")}
         for name, (value, why) in expected.items() if isinstance(described, dict) else ():

@@ -128,7 +128,7 @@ def _refuse_absent(modules: Sequence[LinearModule], paths: Iterable[str], family
             "a target is not a linear layer of the loaded model",
             where="lora.targets",
             found=f"{absent[0]}, and {len(absent) - 1} more",
-            expected="linear layers, of which routers and stacked experts are none",
+            expected="linear layers; routers and stacked experts are not supported",
             remedy=other_targets(family, there, absent),
         )
 

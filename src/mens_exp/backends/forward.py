@@ -255,7 +255,7 @@ def _refusal(causal_lm: Any, found: str) -> ModelFileError:
         "the model's code cannot keep packed documents apart",
         where=type(causal_lm).__name__,
         found=found,
-        expected="attention through transformers' attention interface, arguments handed on",
+        expected="attention through transformers' attention interface, all arguments passed on",
         remedy="set data.packing=false; or model.trust_remote_code=false, where transformers has "
         "the model itself",
     )

@@ -228,7 +228,7 @@ def _field_problems(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     own = "lora=all_linear" if name == "LORA" else f"lora={name.lower()}"
     if name.lower() in ADAPTERS.built_in:
         yield ConfigError(
-            f"PEFT's {name} has an option of its own here",
+            f"PEFT's {name} has a separate option here",
             where=f"lora.config.{_TYPE}",
             found=name,
             expected=own,

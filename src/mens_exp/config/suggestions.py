@@ -51,7 +51,7 @@ def unknown_key(key: str, found: str, leaves: Sequence[str]) -> ConfigError:
         return of_trainer
     if (inside := _of_one_logger(group, field, leaves)) is not None:
         return ConfigError(
-            "several loggers are chosen, and this is a key of one of them of them",
+            "several loggers are chosen, and this is a key of one of them",
             where=key,
             found=found,
             remedy=f"write {inside}={value}",

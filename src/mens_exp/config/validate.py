@@ -174,7 +174,8 @@ def _idle_values(config: RunConfig, node: Any, prefix: str = "") -> Iterator[Con
             if dataclasses.is_dataclass(entry):
                 yield from _idle_values(config, entry, f"{path}.{name}.")
         about = declared(type(node), field.name)
-        if about.idle is UNSET or value == about.idle or not in_range(field, value):
+        idle = about.idle if isinstance(about.idle, tuple) else (about.idle,)
+        if about.idle is UNSET or value in idle or not in_range(field, value):
             continue
         unmet = _unmet(config, about)
         if unmet is not None:
@@ -182,8 +183,8 @@ def _idle_values(config: RunConfig, node: Any, prefix: str = "") -> Iterator[Con
                 unmet.words(config),
                 where=path,
                 found=plain(value),
-                expected=f"{shown(plain(about.idle))}, or {unmet.needs}",
-                remedy=unmet.remedy or f"drop {path}, or set it to {shown(plain(about.idle))}",
+                expected=f"{' or '.join(shown(plain(one)) for one in idle)}, or {unmet.needs}",
+                remedy=unmet.remedy or f"drop {path}, or set it to {shown(plain(idle[0]))}",
             )
 
 

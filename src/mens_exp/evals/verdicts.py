@@ -369,7 +369,7 @@ def _verdict(record: KpiRecord, rule: Rule) -> tuple[Verdict, str]:
     if p >= rule.alpha:
         detail = _found(record, rule)
         if record["estimate"] and record["low"] == record["high"]:
-            detail = "; all differences are equal, which tells no spread"
+            detail = "; all differences are equal, so there is no spread"
         return Verdict.NO_DIFFERENCE, f"{said}{_note_on_interval(record, rule)}{detail}"
     if record["direction"] == Direction.NONE:
         return Verdict.UNKNOWN, f"{said}, but neither way is better"

@@ -289,7 +289,7 @@ def _without_effect(
         yield NoEffectError(
             "here",
             where=key,
-            found=f"{place.directory} tells how its base was quantized",
+            found=f"{place.directory} records how its base was quantized",
             expected="an adapter that does not: schema v2 or PEFT's form",
         )
 

@@ -100,7 +100,7 @@ def _by_itself(run: RunDir, manifest: Manifest | None, code: int | None, since_u
         return Outcome(state=JobState.FAILED, reason=_killed(-code), may_pass=True)
     recorded = _recorded_error(manifest, since_utc)
     if code is None and recorded is None:
-        reason = "its process died, and nobody saw how"
+        reason = "its process died, and its exit status is unknown"
         return Outcome(state=JobState.FAILED, reason=reason, may_pass=True)
     if code == 0:
         return Outcome(state=JobState.FAILED, reason="it ended without a record of success")

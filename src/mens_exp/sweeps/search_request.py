@@ -350,7 +350,7 @@ def _objective_problems(search: OptunaSweeper, cells: Sequence[Cell]) -> Iterato
         len(search.directions) != len(search.objectives) or not set(search.directions) <= known
     ):
         yield ConfigError(
-            "needs one for each objective",
+            "needs a direction for each objective",
             where="hydra.sweeper.directions",
             found=", ".join(search.directions),
             expected="minimize or maximize, for each objective, in their order",

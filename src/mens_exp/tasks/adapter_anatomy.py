@@ -115,7 +115,7 @@ def _of_peft(place: AdapterPlace) -> Anatomy:
         double_quant=None,
         quantizer=None,
     )
-    found.unknown["base.base_quant"] = "a PEFT directory does not tell how its base was quantized"
+    found.unknown["base.base_quant"] = "a PEFT directory does not record how its base was quantized"
     found.unknown["layers.base_key"] = _PATHS
     return found
 
@@ -327,7 +327,7 @@ def _why_not(state: State, path: Path, run: RunDir | None) -> str | None:
     if state.lacks:
         return f"it lacks {', '.join(state.lacks)}"
     if run is None:
-        return "it lies in no run, whose configuration going on needs"
+        return "it is not inside a run, whose configuration is needed to continue"
     last = run.last_checkpoint()
     if last is None or last.name != path.name:
         return (

@@ -102,7 +102,7 @@ def attribute(config: RunConfig, run: Run) -> None:
     record.write(run.dir.attribution)
     run.manifest.results.update(_results(record), peak_rss_bytes=host.peak_rss_bytes())
     if run.manifest.results["peak_rss_bytes"] is None:
-        run.unknown("results.peak_rss_bytes", "this system does not tell")
+        run.unknown("results.peak_rss_bytes", "this system does not report it")
     terminal.show(attribution_view.sections(record)[0])
     terminal.say(f"Report: {run.dir.report}")
 

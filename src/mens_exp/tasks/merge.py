@@ -282,7 +282,7 @@ def export_adapter(config: RunConfig, run: Run) -> None:
     )
     if asked.place.form == "peft" and asked.quant is None:
         run.manifest.notes.append(
-            "PEFT's form does not tell how the base was quantized while the adapter was trained: "
+            "PEFT's format does not record how the base was quantized during training: "
             "recorded as none, unless export.base_quant says otherwise"
         )
     if asked.base is not None and manifest.base_model != asked.base.name:

@@ -258,7 +258,7 @@ def _step(directory: Path, texts: list[str], what: str) -> Manifest:
             where=str(directory),
             found=_difference(before.overrides, texts),
             expected="the same settings; only rounds and hours may change",
-            remedy=f"put the command back, or choose another {SECTION}.output",
+            remedy=f"restore the command, or choose another {SECTION}.output",
         )
     if before is not None and before.status is Status.SUCCEEDED:
         terminal.say(f"{what}: already done")
@@ -300,7 +300,7 @@ def _passing(sample: Path) -> list[TrainingPair]:
             "is not the file that the sampling wrote",
             where=str(file),
             expected=f"SHA-256 {recorded['sha256']}",
-            remedy=f"put it back, or choose another {SECTION}.output",
+            remedy=f"restore it, or choose another {SECTION}.output",
         )
     return list(read_rows(file).pairs) if file.stat().st_size else []
 

@@ -127,7 +127,7 @@ def _say(parcel: Parcel, number: int, total: int, *, is_known: bool) -> None:
 
 def _not_taken(parcel: Parcel, server: str, why: str, left: int) -> MensError:
     return SetupError(
-        "W&B did not take it",
+        "W&B did not accept the upload",
         where=parcel.order.path,
         found=f"{server}: {why}",
         expected=f"a service that answers; not sent: {left} of what was asked for",

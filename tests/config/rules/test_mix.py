@@ -91,7 +91,7 @@ def test_problems_of_all_sources_are_told_together():
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        (("data.stop=budget",), "is needed with data.stop=budget"),
+        (("data.stop=budget",), "is required with data.stop=budget"),
         (("data.budget_tokens=9",), "has no effect with data.stop=all_exhausted"),
     ],
 )

@@ -86,7 +86,7 @@ def _streamed(config: RunConfig, data: RowsData) -> Iterator[ConfigError]:
     if config.task.name in {"train", "plan"}:
         if config.trainer.max_steps <= 0:
             yield ConfigError(
-                "is needed with data.streaming=true",
+                "is required with data.streaming=true",
                 where="trainer.max_steps",
                 found=config.trainer.max_steps,
                 expected="a number of steps, because the number of rows is unknown",
@@ -114,7 +114,7 @@ def _mix(data: MixData) -> Iterator[MensError]:
     """Yield the problems of a mix and of each of its sources."""
     if data.stop is MixStop.budget and data.budget_tokens is None:
         yield ConfigError(
-            "is needed with data.stop=budget",
+            "is required with data.stop=budget",
             where="data.budget_tokens",
             expected="a number of tokens",
         )
@@ -171,21 +171,21 @@ _NOT_AFTER: Final[dict[str, tuple[frozenset[str], str]]] = {
     "extract": (frozenset(STEPS), "it reads source files, and no rows of another step"),
     "generate": (
         frozenset({"mix", "split", "curriculum"}),
-        "its rows would be of no share, no side and no place in the order",
+        "its rows would have no share, no side of the split and no place in the order",
     ),
     "canonical": (
         frozenset({"dedupe", "mix"}),
         "rows that differ in layout alone would stay",
     ),
-    "dedupe": (frozenset({"mix"}), "it would take away what mix repeats, and the shares with it"),
+    "dedupe": (frozenset({"mix"}), "it would remove what mix repeats, and so change the shares"),
     "decontaminate": (
         frozenset({"mix"}),
-        "it would take away drawn rows, and the shares with them",
+        "it would remove drawn rows, and so change the shares",
     ),
-    "mix": (frozenset({"curriculum"}), "it draws rows in an order of its own"),
+    "mix": (frozenset({"curriculum"}), "it draws rows in its own order"),
     "split": (
         frozenset({"mix"}),
-        "mix repeats rows; after a split it repeats rows to train on alone",
+        "mix repeats rows; after a split it repeats only training rows",
     ),
 }
 
@@ -244,7 +244,7 @@ def _step_order(corpus: CorpusConfig) -> Iterator[ConfigError]:
                 where="corpus.steps",
                 found=",".join(corpus.steps),
                 expected="extract or generate, validate, canonical, dedupe, decontaminate, split, "
-                "mix, curriculum, report in this order, less those that are not wanted",
+                "mix, curriculum, report in this order, without those that you do not need",
             )
 
 

@@ -276,7 +276,7 @@ def _unused_by_the_proxy(quant: QuantConfig) -> Iterator[ConfigError]:
     for setting in ("skip", *PATTERNS):
         if patterns := getattr(quant, setting):
             yield ConfigError(
-                "the proxy stack quantizes all of its projections alike",
+                "the proxy stack quantizes all of its projections in the same way",
                 where=f"quant.{setting}",
                 found=", ".join(patterns),
                 expected="nothing",
@@ -431,7 +431,7 @@ def _prompt_problems(config: RunConfig, lora: PromptTuningConfig) -> Iterator[Co
             "Muon is meant for the matrices of hidden layers, and virtual tokens are embeddings",
             where="optim",
             found=f"{config.optim.name} with lora.variant={name}",
-            expected="an optimizer that treats each value apart",
+            expected="an optimizer that updates each value separately",
             remedy="choose optim=adamw",
         )
 

@@ -151,7 +151,7 @@ def _expert_problems(config: RunConfig, without: str) -> Iterator[MensError]:
             "together",
             where="optim",
             found=f"{config.optim.name}, with adapters on experts",
-            expected="optim=adamw or another that treats each value apart",
+            expected="optim=adamw or another that updates each value separately",
             remedy=f"choose optim=adamw; to leave the experts alone, {without}",
         )
     if config.trainer.sharing is Strategy.fsdp:

@@ -224,7 +224,7 @@ def _remote_code(model: HfModel, config: dict[str, Any]) -> Iterator[MensError]:
     code = (config.get("auto_map") or {}).get("AutoModelForCausalLM")
     if code is None:
         yield NoEffectError(
-            "because the model brings no code of its own",
+            "because the model has no custom code",
             where="model.trust_remote_code",
             found=True,
             expected="false",
