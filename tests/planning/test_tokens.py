@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from mens_exp.corpus import stdlib
-from mens_exp.planning import token_estimate
+from mens_exp.planning import estimate, token_estimate
 from mens_exp.planning.token_estimate import count_tokens
 
 
