@@ -223,7 +223,7 @@ def _clear_about_packing(model_config: Any) -> Iterator[None]:
         raise ModelFileError(
             "the model's code cannot keep packed documents apart",
             where=str(model_config.model_type),
-            found="attention of its own, outside transformers' attention interface",
+            found="custom attention, outside transformers' attention interface",
             remedy="set data.packing=false",
         ) from error
 

@@ -32,7 +32,7 @@ def _answered(config: Any) -> str:
 GRAPH_ANSWERS = Condition(
     holds=lambda config: not asks_a_server(config),
     words=_answered,
-    needs="eval.engine=hf, and a suite without models of its own",
+    needs="eval.engine=hf, and a suite without its own models",
     tasks=frozenset({"evaluate"}),
 )
 OWN_GRAPH_ANSWERS = Condition(

@@ -510,8 +510,8 @@ class QuantConfig:
     block_size_pattern: dict[str, int] = setting(
         {},
         "Block sizes of single modules, by target as in quant.skip: {mlp: 128, down_proj: 64}. "
-        "The last match counts. The values are those of block_size; formats with a block of "
-        "their own keep it.",
+        "The last match counts. The values are those of block_size; formats with a fixed "
+        "block keep it.",
         only_if=_BLOCKS,
         idle={},
         example="{mlp:128}",

@@ -289,11 +289,11 @@ def _head_problems(
         return [_nothing_to_untie("base_key_map names a weight of the head alone")]
     own_head = _has_own_head(inputs)
     if not asked.untie and own_head:
-        return [_nothing_to_untie("the base has a head of its own, which would not change")]
+        return [_nothing_to_untie("the base has an untied head, which would not change")]
     if not only_merged and own_head and is_table:
         return [
             RequestError(
-                "the adapter's head is the embedding table, and this base has a head of its own",
+                "the adapter's head is the embedding table, and this base has an untied head",
                 where="merge.mode",
                 found="full",
                 expected="subset: the merged projections alone",

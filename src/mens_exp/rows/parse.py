@@ -351,7 +351,7 @@ class _RowReader:
                 f"a turn calls several tools, and {PARALLEL_CALLS!r} is false",
                 f"{most} calls",
                 "one call in each turn",
-                f"drop {PARALLEL_CALLS!r}, or give each call a turn and a result of its own",
+                f"drop {PARALLEL_CALLS!r}, or give each call a separate turn and result",
             )
 
     def _is_judged(self, values: Mapping[str, object]) -> bool:

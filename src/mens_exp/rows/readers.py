@@ -270,7 +270,7 @@ class RowReader:
                 where=where,
                 found=told.value,
                 expected=f"{self.form.value}, as {self._format_of_row} has it",
-                remedy="give each format a file of its own",
+                remedy="put each format in a separate file",
             )
         if self.form is None:
             self._format_of_row = where

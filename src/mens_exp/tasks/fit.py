@@ -370,7 +370,7 @@ def certify_rows(
         unknown={**kept.unknown, "probe": "not reached: it runs just before step 1"},
     )
     if not contract.overlap:
-        contract.unknown["overlap"] = "no row is held out, and no suite has items of its own"
+        contract.unknown["overlap"] = "no row is held out, and no suite has its own items"
     parts, notes = contract.overlap, [*contract_rules.notes_of_tokens(contract.tokens, labelling)]
     if parts and len(rows.heldout) and not config.suite.spec.from_rows:  # nothing scores them
         of_heldout, *parts = parts

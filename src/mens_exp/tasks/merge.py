@@ -247,7 +247,7 @@ def _card_lines(inputs: MergeInputs, choices: Choices) -> list[str]:
         f"- sha256 of the base's weights: `{inputs.base.weights_sha256}`",
     ]
     if choices.unties:
-        lines.append("- the head has a weight of its own; in the base it is the embedding table")
+        lines.append("- the head has a separate weight; in the base it is the embedding table")
     if choices.moves_embedding:
         lines.append(f"- {MOVED}")
     return lines

@@ -347,7 +347,7 @@ def _method_problems(config: RunConfig) -> Iterator[ConfigError]:
     lora, spec = config.lora, config.lora.spec
     if not spec.fits(lora):
         yield ConfigError(
-            f"{spec.name} has settings of its own that this option does not define",
+            f"{spec.name} has further settings, which this option does not define",
             where="lora.variant",
             found=f"{spec.name} with lora={lora.name}",
             expected=f"an option with the schema of {spec.name}",

@@ -164,7 +164,7 @@ def _server(config: RunConfig) -> Iterator[ConfigError]:
             "the held-out rows belong to a run's own model",
             where="suite",
             found=config.suite.name,
-            expected="a suite with items of its own with eval.engine=openai",
+            expected="a suite with its own items, with eval.engine=openai",
             remedy="choose suite=mini_python",
         )
     url = config.eval.base_url
