@@ -157,7 +157,7 @@ def test_another_machine_is_labelled_and_refuses_nothing(tiny_config):
     arm["provenance"] = {"commit": "d", "packages": {"torch": "2.7"}, "cpu": {"model": "y"}}
     found = guard(arm, side(tiny_config()), ["optim.lr"])
     assert found.confounded_by == ()
-    assert found.environment == ("commit", "torch 2.7 beside 2.6", "cpu")
+    assert found.environment == ("commit", "torch 2.7 and 2.6", "cpu")
 
 
 def test_steps_in_other_forms_are_labelled_and_refuse_nothing(tiny_config):

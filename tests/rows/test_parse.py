@@ -205,7 +205,7 @@ def test_turns_of_openais_that_say_something_else_are_refused(turn, said):
 def test_system_prompt_said_twice_is_refused():
     """It is unclear which of the two is meant."""
     turns = [{"role": "system", "content": "s"}, *chat("a", "b")]
-    assert "the system prompt stands twice" in told({"messages": turns, "system": "t"})
+    assert "the system prompt occurs twice" in told({"messages": turns, "system": "t"})
 
 
 def test_sharegpts_names_are_no_roles_of_messages():

@@ -81,7 +81,7 @@ def test_one_seed_gets_no_verdict(study, compare):
     found = primary(compare(study(seeds=[3], passes=lambda arm, _seed: 2 * arm)))
     assert (found["verdict"], found["estimate"]) == (Verdict.NOT_REACHABLE, 0.5)
     assert (found["low"], found["seeds_needed"]) == (None, 2)
-    assert found["why"] == "1 seed tells no spread; 2 are needed"
+    assert found["why"] == "1 seed gives no spread; 2 are needed"
 
 
 def test_a_figure_of_one_seed_is_no_interval(study, compare, tmp_path):

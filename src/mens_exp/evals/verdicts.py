@@ -417,7 +417,7 @@ def unreachable(n: int, least: int, rule: Rule) -> str:
             f"{seeds} give a sign-flip p of at least {reached:.4g}, never {rule.strictest:.4g}; "
             f"{least} are needed"
         )
-    return f"{seeds} {'tells' if n == 1 else 'tell'} no spread; {least} are needed"
+    return f"{seeds} {'gives' if n == 1 else 'give'} no spread; {least} are needed"
 
 
 def _why_unknown(name: str, arm: ArmScores, reference: ArmScores) -> str:

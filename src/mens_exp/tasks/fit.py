@@ -288,7 +288,7 @@ def _starting_adapter(config: RunConfig, run: Run, base: BaseModel) -> StartingA
     refuse_changed(run.manifest.inputs.get("init_from", {}), described)
     run.manifest.inputs["init_from"] = described
     if start.base_weights_sha256 is None:
-        run.unknown("inputs.init_from.base_weights_sha256", "a PEFT directory does not tell")
+        run.unknown("inputs.init_from.base_weights_sha256", "a PEFT directory does not record it")
     run.save()
     return start
 
