@@ -326,6 +326,14 @@ def test_contributing_shows_the_last_measurement_of_the_tree():
     assert [row for row in rows if row not in table] == []
 
 
+def test_contributing_names_files_that_exist():
+    """Of the package, or of the repository."""
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    named = set(re.findall(r"`([\w/]+/\w+\.(?:py|md|txt|toml))`", text))
+    assert len(named) > 20
+    assert [one for one in named if not ((SOURCE / one).exists() or (ROOT / one).exists())] == []
+
+
 def test_the_drawing_of_the_packages_is_that_of_their_imports():
     """`make docs` writes docs/reference/architecture.md and its drawing."""
     reference = ROOT / "docs" / "reference"

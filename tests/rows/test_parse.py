@@ -154,7 +154,7 @@ def test_a_prompt_of_several_turns_is_the_history():
     [
         ({"prompt": chat("a")}, "the row has no 'response'"),
         ({"prompt": chat("a"), "completion": ""}, "'response' is empty"),
-        ({"prompt": chat("a"), "completion": 3}, "'response' is no answer"),
+        ({"prompt": chat("a"), "completion": 3}, "'response' is not an answer"),
         ({"prompt": chat("a", "b"), "completion": "c"}, "turn 3 is out of order"),
         ({"prompt": chat("a"), "completion": chat("b")}, "does not begin with the prompt"),
         ({"prompt": "a", "completion": "b", "response": "c"}, "its alias 'completion' differ"),

@@ -141,7 +141,7 @@ def test_further_fields_and_tools_are_kept():
             "'chosen' and 'rejected' are the same answer",
         ),
         ({"prompt": "p", "chosen": "good", "rejected": ""}, "'rejected' is empty"),
-        ({"prompt": "p", "chosen": "good", "rejected": None}, "'rejected' is no answer"),
+        ({"prompt": "p", "chosen": "good", "rejected": None}, "'rejected' is not an answer"),
         ({"prompt": "p", "rejected": "bad"}, "the row has no 'chosen'"),
         ({"prompt": "p", "chosen": "good"}, "a preference row has 'rejected' too"),
         ({"chosen": "p good", "rejected": "p bad"}, "'chosen' has no prompt"),

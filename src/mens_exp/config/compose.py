@@ -490,7 +490,7 @@ def _under_schemas(stored: DictConfig) -> DictConfig:
             }
         elif isinstance(node, DictConfig) and group not in SCHEMAS:
             if not isinstance(root.get(group), DictConfig):
-                raise TypeError(f"{group!s} is no mapping")
+                raise TypeError(f"{group!s} is not a mapping")
             root[group].merge_with(node)
         elif isinstance(node, DictConfig):
             root[group] = _under(_schema(str(group), node), node)

@@ -205,7 +205,7 @@ class _Reader:
         turns = [value] if isinstance(value, Mapping) else value
         if not isinstance(turns, list) or not turns:
             found = f"{json_type(value)} {shown(value)}"
-            self._problems.add(f"{name!r} is no answer", found, _ANSWER)
+            self._problems.add(f"{name!r} is not an answer", found, _ANSWER)
             return None
         return turns
 
