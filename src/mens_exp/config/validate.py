@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.fields import TRAINING, UNSET, declared, in_range, plain, range_problems, shown
 from mens_exp.config.root import RunConfig
-from mens_exp.config.rules import data, graph, optim, suite, task, training
+from mens_exp.config.rules import data, graph, lora, optim, suite, task, training
 from mens_exp.config.schemas import declarations, declarations_of
 from mens_exp.config.task import TASKS
 from mens_exp.errors import ConfigError, MensError, NoEffectError
@@ -48,7 +48,7 @@ def problems_of(config: RunConfig) -> list[MensError]:
         optim.optim_problems,
         training.adapter_problems,
         data.data_problems,
-        graph.lora_problems,
+        lora.lora_problems,
         training.objective_problems,
         graph.backend_problems,
         graph.quant_problems,

@@ -20,7 +20,7 @@ from mens_exp.artifacts.telemetry import read_document_losses, write_document_lo
 from mens_exp.config.lora import PromptTuningConfig
 from mens_exp.config.objective import RewardScale
 from mens_exp.config.quant import QUANTIZERS
-from mens_exp.config.rules.graph import allocated_steps_problems
+from mens_exp.config.rules.lora import allocated_steps_problems
 from mens_exp.config.rules.optim import warmup_problems
 from mens_exp.config.rules.suite import late_scorecard_problems
 from mens_exp.corpus import contract_rules
