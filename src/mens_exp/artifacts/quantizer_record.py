@@ -77,7 +77,7 @@ LEVELS_EXPECTED = "2 to 256 different numbers in ascending order, the largest fr
 
 
 def are_levels(numbers: Sequence[float]) -> bool:
-    """Tell whether numbers can be the levels of a codebook, which computes with them in f32."""
+    """Return whether numbers can be the levels of a codebook, which computes with them in f32."""
     levels = np.array(numbers, np.float64).astype(np.float32)
     return (
         _FEWEST_LEVELS <= len(levels) <= _MOST_LEVELS

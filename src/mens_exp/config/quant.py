@@ -389,7 +389,7 @@ _KEY = "quant.quant_type"
 
 
 def levels_are_read(config: Any) -> bool:
-    """Tell whether any quantizer that a configuration applies reads `quant.levels`."""
+    """Return whether any quantizer that a configuration applies reads `quant.levels`."""
     pattern = value_at(config, "quant.type_pattern") or {}
     compared = value_at(config, "attribute.quant_types") or []
     names = {value_at(config, _KEY), *map(plain, [*pattern.values(), *compared])}

@@ -120,7 +120,7 @@ _OF_CACHE: Final = re.compile(r"\.([qkv]|kv)_(scale|zero_point)$")
 
 
 def is_of_cache(name: str) -> bool:
-    """Tell whether a tensor is a scale for a quantized KV cache, which only servers use."""
+    """Return whether a tensor is a scale for a quantized KV cache, which only servers use."""
     return _OF_CACHE.search(name) is not None
 
 
@@ -144,7 +144,7 @@ class StoredLayers:
     names: frozenset[str] | None
 
     def holds(self, path: str) -> bool:
-        """Tell whether a module of a decoder layer is one of them."""
+        """Return whether a module of a decoder layer is one of them."""
         names = (f"{path}.weight", f"{path.partition('.')[2]}.weight")
         return self.names is None or any(name in self.names for name in names)
 
@@ -174,7 +174,7 @@ def format_of(config: Mapping[str, Any], where: str) -> StoredFormat | None:
 
 
 def _is_of_bitsandbytes(named: Mapping[str, Any]) -> bool:
-    """Tell whether settings are bitsandbytes', whose name early transformers did not write."""
+    """Return whether settings are bitsandbytes', whose name early transformers did not write."""
     return bool(named.get("load_in_4bit") or named.get("load_in_8bit"))
 
 

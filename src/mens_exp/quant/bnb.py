@@ -114,7 +114,7 @@ class _FourBit(_OfBitsandbytes):
             model.set_submodule(path, made)
 
     def holds(self, module: torch.nn.Module) -> bool:
-        """Tell whether a module is a 4-bit layer."""
+        """Return whether a module is a 4-bit layer."""
         return isinstance(module, _classes()[0])
 
     def keep_trainable(self, layers: Collection[Any]) -> None:
@@ -186,7 +186,7 @@ class _FourBit(_OfBitsandbytes):
         return FourBitRows(read, shape, quantizer).read
 
     def multiplies(self, layer: Any) -> bool:
-        """Tell whether the codes are as loaded; a CPU kernel for evaluation may repack them."""
+        """Return whether the codes are as loaded; a CPU kernel for evaluation may repack them."""
         state = _state(layer)
         return not getattr(state, "packing_format_for_cpu", False)
 
@@ -225,7 +225,7 @@ class _EightBit(_OfBitsandbytes):
         )
 
     def holds(self, module: torch.nn.Module) -> bool:
-        """Tell whether a module is an 8-bit layer."""
+        """Return whether a module is an 8-bit layer."""
         return isinstance(module, _classes()[1])
 
     def keep_trainable(self, layers: Collection[Any]) -> None:
@@ -245,7 +245,7 @@ class _EightBit(_OfBitsandbytes):
         return dequantized(layer.weight)
 
     def multiplies(self, layer: Any) -> bool:
-        """Tell whether inputs stay unquantized and the state holds the codes."""
+        """Return whether inputs stay unquantized and the state holds the codes."""
         return not self.quantizes_inputs(layer) and layer.state.CB is not None
 
     def weight(self, layer: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -255,11 +255,11 @@ class _EightBit(_OfBitsandbytes):
         return found.mul_(scales_O.unsqueeze(1).mul(1 / 127))
 
     def quantizes_inputs(self, layer: Any) -> bool:
-        """Tell whether a layer quantizes its inputs, as it does on a GPU."""
+        """Return whether a layer quantizes its inputs, as it does on a GPU."""
         return bool(layer.weight.device.type != "cpu")
 
     def differs_in_evaluation(self, layer: Any) -> bool:
-        """Tell whether the layer is on a CPU, where the library quantizes inputs in evaluation."""
+        """Return whether the layer is on a CPU, where the library quantizes evaluation inputs."""
         return not self.quantizes_inputs(layer)
 
     def as_published(self, layers: Collection[Any]) -> AbstractContextManager[None]:

@@ -439,7 +439,7 @@ class CodebookBinding(Binding):
         self.name = name
 
     def holds(self, module: torch.nn.Module) -> bool:
-        """Tell whether a module is a layer of this quantizer."""
+        """Return whether a module is a layer of this quantizer."""
         return isinstance(module, CodebookLinear) and module.name == self.name
 
     def facts(self, layer: Any) -> dict[str, Any]:

@@ -165,7 +165,7 @@ def keep_quantization_state(model: torch.nn.Module) -> None:
 
 
 def quantizes_inputs(model: torch.nn.Module) -> bool:
-    """Tell whether any layer of a model quantizes its inputs."""
+    """Return whether any layer of a model quantizes its inputs."""
     return any(
         binding.quantizes_inputs(layer)
         for binding, layers in _by_binding(model).items()
@@ -174,7 +174,7 @@ def quantizes_inputs(model: torch.nn.Module) -> bool:
 
 
 def differs_in_evaluation(model: torch.nn.Module) -> bool:
-    """Tell whether other programs that load the quantized base evaluate it differently."""
+    """Return whether other programs that load the quantized base evaluate it differently."""
     return any(
         binding.differs_in_evaluation(layer)
         for binding, layers in _by_binding(model).items()

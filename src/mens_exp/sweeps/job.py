@@ -193,7 +193,7 @@ def _render(run: RunDir) -> int:
 
 
 def _archive(run: RunDir, number: int) -> None:
-    """Set aside the output of an attempt before the next one; only training resumes."""
+    """Move the output of an attempt to attempt_<number>; only training resumes."""
     aside = run.path / f"attempt_{number}"
     aside.mkdir()
     for path in sorted(run.path.iterdir()):

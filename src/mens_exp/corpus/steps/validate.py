@@ -170,7 +170,7 @@ class _BadRows:
             "bad rows are errors",
             where="corpus.validate.on_bad_row",
             found=f"error, and {self.count} bad rows",
-            remedy="fix the rows, or set them aside with quarantine",
+            remedy="fix the rows, or quarantine them",
         )
         raise Problems([*self._wrong.reported((), INPUT), way])
 
