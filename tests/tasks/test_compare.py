@@ -605,7 +605,7 @@ def test_another_machine_is_labelled(study, compare):
     one = study("one", arms=[[]])
     other = study("other", arms=[[WITHOUT]], torch="9.9")
     (contrast,) = compare(f"'{one},{other}'", "compare.factors=[quant.double_quant]").contrasts
-    assert contrast["environment"] == ["torch 9.9 beside 2.6"]
+    assert contrast["environment"] == ["torch 9.9 and 2.6"]
     assert contrast["confounded_by"] == []
 
 
