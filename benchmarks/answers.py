@@ -20,7 +20,7 @@ from batch_invariance import loaded
 from mens_exp.config.suite import MiniPythonSuite
 from mens_exp.evals.program_suite import mini_python
 
-QUESTION = "How fast are a suite's answers made, beside transformers' own generation?"
+QUESTION = "How fast are a suite's answers made, compared with transformers' own generation?"
 ITEMS, TOKENS, BATCH, TURNS = 16, 160, 8, 2
 FORMS = {
     "f32": ["backend=lora", "quant.compute_dtype=f32"],

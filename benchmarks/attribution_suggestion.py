@@ -28,8 +28,8 @@ from mens_exp.corpus.source import load_rows
 from mens_exp.corpus.split import Side
 from mens_exp.data.datamodule import encoded_side, sampled_stream
 from mens_exp.evals.attribution import Replay, Subject, attribute_whole
+from mens_exp.layout.modules import linear_modules
 from mens_exp.layout.shape import shape_of
-from mens_exp.layout.targets import linear_modules
 from mens_exp.model.sources import resolve
 from mens_exp.quant.round_trip import variants_of
 from mens_exp.rows.cache import cache_root

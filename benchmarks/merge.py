@@ -29,7 +29,7 @@ from mens_exp.model.stored_weights import StoredRows
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mens_exp.artifacts.adapter_v3 import Quantizer
+    from mens_exp.artifacts.quantizer_record import Quantizer
     from mens_exp.layout.adapter_base import Place
 
 QUESTION = "How fast is a merge, compared with reading and writing and with bitsandbytes?"

@@ -28,7 +28,11 @@ if TYPE_CHECKING:
 QUESTION = "How many files does a newcomer meet, and how are they connected?"
 ROOT = Path(__file__).parents[1]
 PACKAGE = "src/mens_exp"
-SMALL = 120  # lines; a shorter module belongs in its only importer (CONVENTIONS, Shape)
+SMALL = 120  # lines; a shorter module belongs in its only importer
+LONG = 500  # lines; a longer module may hold several ideas
+PLUGINS = "tests/plugins"
+# Source files that the commits of these features touched at 94c2f3d; an objective, by reading.
+_COST_BEFORE = {"quantizer": 29, "adapter": 20, "objective": 25}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +149,16 @@ def main() -> None:
         record.figure(name, value, unit, record.Better.LOWER, (f"at {commit}", before[name][0]))
         for name, (value, unit) in now.items()
     ]
+    figures += [
+        record.figure(
+            f"files of a new {kind}",
+            count,
+            "files",
+            record.Better.LOWER,
+            (f"at {given.before}", _COST_BEFORE[kind]) if kind in _COST_BEFORE else None,
+        )
+        for kind, count in toys(ROOT / PLUGINS).items()
+    ]
     record.finish(QUESTION, figures, given)
 
 
@@ -157,11 +171,21 @@ def measured(found: dict[str, Module]) -> dict[str, tuple[float, str]]:
         "files": (len(found), "files"),
         "lines": (sum(sizes), "lines"),
         "median file": (statistics.median(sizes), "lines"),
+        f"files over {LONG} lines": (sum(size > LONG for size in sizes), "files"),
         "preamble": (sum(module.preamble for module in found.values()), "lines"),
         "modules with one importer": (sum(len(one) == 1 for one in users.values()), "files"),
         "small modules that only a neighbour imports": (len(neighbour_only(found)), "files"),
         "import circles": (len(circles(found)), "circles"),
         "file names that occur more than once": (sum(n > 1 for n in names.values()), "names"),
+    }
+
+
+def toys(root: Path) -> dict[str, int]:
+    """Return the number of files of each toy that tests add as an installed package, by kind."""
+    kinds = sorted(path.parent for path in root.glob("*/toy_*.py"))
+    return {
+        kind.name: sum(path.is_file() and path.suffix != ".pyc" for path in kind.iterdir())
+        for kind in kinds
     }
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import architecture_page
 import pytest
 import structure
+from record import Results
 from structure import imported
 
 ROOT = Path(__file__).parents[1]
@@ -304,6 +305,33 @@ def test_modules_that_import_each_other_are_found(tmp_path):
         ["a.py", "b.py"],
         ["c.py", "d.py", "e.py"],
     ]
+
+
+def test_a_toy_of_each_kind_has_three_files():
+    """The object, its option and its test; an installed package adds them."""
+    found = structure.toys(ROOT / structure.PLUGINS)
+    assert found.keys() >= {"adapter", "objective", "quantizer", "suite"}
+    assert set(found.values()) == {3}
+
+
+def test_contributing_shows_the_last_measurement_of_the_tree():
+    """`python benchmarks/structure.py` measures it; the table has the same figures."""
+    latest = Results.read(ROOT / "benchmarks" / "results" / "structure.json").runs[-1]
+    rows = [
+        f"| {one['name']} | {'' if (old := one['reference_value']) is None else f'{old:,g}'} | "
+        f"{one['value']:,g} |"
+        for one in latest["figures"]
+    ]
+    table = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    assert [row for row in rows if row not in table] == []
+
+
+def test_contributing_names_files_that_exist():
+    """Of the package, or of the repository."""
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    named = set(re.findall(r"`([\w/]+/\w+\.(?:py|md|txt|toml))`", text))
+    assert len(named) > 20
+    assert [one for one in named if not ((SOURCE / one).exists() or (ROOT / one).exists())] == []
 
 
 def test_the_drawing_of_the_packages_is_that_of_their_imports():

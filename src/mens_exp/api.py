@@ -29,8 +29,9 @@ from mens_exp.artifacts.run_dir import RunDir, resolve
 from mens_exp.artifacts.scorecard import Scorecard
 from mens_exp.config.compose import begin_command, config_digest, run_composed, to_yaml
 from mens_exp.config.option_files import reading
+from mens_exp.config.override_parsing import parsed_override
 from mens_exp.config.override_values import override_of
-from mens_exp.config.overrides import check, parsed_override, sources_in
+from mens_exp.config.overrides import check, sources_in
 from mens_exp.corpus.source import rows_read_once
 from mens_exp.errors import ConfigError, Problems, RequestError, TrainingError
 from mens_exp.planning.machine import of_torchrun

@@ -28,7 +28,7 @@ def test_lines_are_read_as_they_were_written(tmp_path):
         ({**LINE, "loss": -1.0}, "at least 0"),
         ({**LINE, "loss": "41.5"}, "loss"),
         ({"item_id": "a"}, "condition"),
-        (LINE, "is there twice"),
+        (LINE, "occurs twice"),
     ],
 )
 def test_a_line_that_no_validation_writes_is_refused_by_its_place(tmp_path, line, reason):

@@ -8,10 +8,11 @@ from nf4_reference import FP4_LEVELS, NF4_LEVELS, quantize
 
 from mens_exp.data.batch import packed_batch
 from mens_exp.layout.checkpoint_files import read_directory
-from mens_exp.layout.targets import linear_modules
+from mens_exp.layout.modules import linear_modules
 from mens_exp.model.stored_weights import StoredWeights
 from mens_exp.planning.memory import base_bits
-from mens_exp.quant.bnb import binding_that_holds, dequantized, quantized_linears, values_of
+from mens_exp.quant.bnb import dequantized
+from mens_exp.quant.layers import binding_that_holds, quantized_linears, values_of
 
 F32 = "quant.compute_dtype=f32"
 WIDE = ["model=random", "model.name=wide", "model.hidden_size=256", "model.intermediate_size=512"]

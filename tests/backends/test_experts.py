@@ -17,7 +17,7 @@ from mens_exp.config.model import HfModel
 from mens_exp.errors import DataError, MensError
 from mens_exp.model.quiet import quiet
 from mens_exp.objective.causal import CrossEntropy
-from mens_exp.quant.bnb import quantized_linears
+from mens_exp.quant.layers import quantized_linears
 
 # PEFT warns about every pattern that matches experts, and follows it: ranks are checked below.
 pytestmark = pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not")

@@ -17,7 +17,8 @@ from mens_exp.layout.checkpoint_files import read_directory
 from mens_exp.layout.families import FAMILIES
 from mens_exp.model.quiet import quiet
 from mens_exp.objective.causal import CrossEntropy
-from mens_exp.quant.bnb import quantization_config, quantized_linears
+from mens_exp.quant.bnb import quantization_config
+from mens_exp.quant.layers import quantized_linears
 
 families = pytest.mark.parametrize("name", FAMILIES)
 

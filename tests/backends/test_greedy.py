@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mens_exp.backends import frozen_base
 from mens_exp.backends.generation import Answers, evaluating, greedy
 from mens_exp.data.batch import packed_batch
-from mens_exp.quant.bnb import binding_that_holds, quantized_linears
+from mens_exp.quant.layers import binding_that_holds, quantized_linears
 
 F32 = "quant.compute_dtype=f32"
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15], [16]]

@@ -7,7 +7,8 @@ import torch
 
 from mens_exp.data.batch import packed_batch
 from mens_exp.model.quiet import quiet
-from mens_exp.quant.bnb import dequantized, quantization_config, quantized_linears
+from mens_exp.quant.bnb import dequantized, quantization_config
+from mens_exp.quant.layers import quantized_linears
 
 INT8 = ["quant=int8", "quant.compute_dtype=f32"]
 

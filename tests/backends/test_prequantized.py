@@ -26,7 +26,7 @@ from mens_exp.model.sources import resolve, write_byte_level_tokenizer
 from mens_exp.planning.checks.model import check_model
 from mens_exp.planning.estimate import make_plan
 from mens_exp.planning.memory import base_bits
-from mens_exp.quant.bnb import parameter_count, quantization_facts, quantized_linears
+from mens_exp.quant.layers import parameter_count, quantization_facts, quantized_linears
 from mens_exp.training.build import build_backend
 
 PUBLISHED = Path(__file__).parents[1] / "model" / "published"

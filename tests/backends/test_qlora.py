@@ -15,7 +15,8 @@ from mens_exp.model.kernels import has_bf16
 from mens_exp.model.quiet import quiet
 from mens_exp.objective.causal import CrossEntropy
 from mens_exp.planning.kernels import Part
-from mens_exp.quant.bnb import keep_trainable, quantization_config
+from mens_exp.quant.bnb import quantization_config
+from mens_exp.quant.layers import keep_trainable
 
 F32 = "quant.compute_dtype=f32"
 LAYER = {"q": 64, "k": 32, "v": 32, "o": 64, "gate": 128, "up": 128, "down": 64}  # out_features

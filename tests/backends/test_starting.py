@@ -15,7 +15,8 @@ from mens_exp.model import sources
 from mens_exp.model.quiet import quiet
 from mens_exp.model.sources import BaseModel
 from mens_exp.objective.causal import CrossEntropy
-from mens_exp.quant.bnb import dequantized, keep_trainable, quantization_config
+from mens_exp.quant.bnb import dequantized, quantization_config
+from mens_exp.quant.layers import keep_trainable
 from mens_exp.training.module import TrainingModule
 
 F32 = "quant.compute_dtype=f32"

@@ -14,7 +14,8 @@ from mens_exp.backends.lora import ADAPTER
 from mens_exp.data.batch import packed_batch
 from mens_exp.model.quiet import quiet
 from mens_exp.objective.causal import CrossEntropy
-from mens_exp.quant.bnb import keep_trainable, quantization_config
+from mens_exp.quant.bnb import quantization_config
+from mens_exp.quant.layers import keep_trainable
 
 F32 = "quant.compute_dtype=f32"
 ARMS = {

@@ -25,7 +25,7 @@ from mens_exp.config.model import HfModel
 from mens_exp.config.option_files import group_options
 from mens_exp.config.validate import problems_of
 from mens_exp.errors import ConfigError
-from mens_exp.planning.contract import learned_settings
+from mens_exp.planning.learned_settings import learned_settings
 
 STORED = Path(__file__).parents[1] / "golden" / "stored"
 

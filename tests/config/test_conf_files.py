@@ -8,9 +8,9 @@ from omegaconf import OmegaConf
 
 from mens_exp.config.compose import compose, typed
 from mens_exp.config.fields import declared, plain, range_of
-from mens_exp.config.loader import DISCRIMINATORS, SCHEMAS, SET_BY_OPTION
 from mens_exp.config.option_files import config_directory, group_options
 from mens_exp.config.root import RunConfig
+from mens_exp.config.schemas import DISCRIMINATORS, SCHEMAS, SET_BY_OPTION
 from mens_exp.config.validate import TASK_READS, problems_of
 
 ROOT = config_directory()

@@ -15,8 +15,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mens_exp.config import compose as composing
 from mens_exp.config.compose import compose
-from mens_exp.config.loader import SET_BY_OPTION, declarations
 from mens_exp.config.option_files import group_options
+from mens_exp.config.schemas import SET_BY_OPTION, declarations
 
 
 def plainly(overrides):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mens_exp.config.compose import compose, typed
-from mens_exp.config.validate import ineffective_overrides, problems_of, unread_overrides
+from mens_exp.config.validate import ineffective_overrides, overrides_not_read, problems_of
 from mens_exp.errors import NoEffectError
 
 # A command on each line, with the keys that are refused because they have no effect in it.
@@ -23,7 +23,7 @@ def test_settings_without_effect_are_refused_and_no_others():
         keys = [word.lstrip("+~").partition("=")[0] for word in words]
         problems = [
             *problems_of(config),
-            *unread_overrides(config.task.name, keys, path=config.path),
+            *overrides_not_read(config.task.name, keys, path=config.path),
             *ineffective_overrides(config, keys),
         ]
         idle = {str(one.where) for one in problems if isinstance(one, NoEffectError)}

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from mens_exp.config import reference_page
-from mens_exp.config.loader import SCHEMAS
 from mens_exp.config.option_files import our_options
 from mens_exp.config.overrides import check
 from mens_exp.config.root import RunConfig
+from mens_exp.config.schemas import SCHEMAS
 
 DIRECTORY = Path(__file__).parents[2] / "docs" / "reference" / "configuration"
 ENTRY = re.compile(

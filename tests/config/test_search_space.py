@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from mens_exp.config.search_space import read_space, written
+from mens_exp.config.override_parsing import read_space, written
 
 
 def one(text):

@@ -15,8 +15,8 @@ from mens_exp.config.trainer import EarlyStoppingConfig, ScorecardConfig, Select
 from mens_exp.config.validate import (
     TASK_READS,
     ineffective_overrides,
+    overrides_not_read,
     problems_of,
-    unread_overrides,
 )
 
 Changed = dict[str, Any]
@@ -109,7 +109,12 @@ BAD = [
     ({"trainer.val_check_interval": 0}, "trainer.val_check_interval", "found 0", ">= 1"),
     ({"trainer.max_steps": -1}, "trainer.max_steps", "the run has no end", "at least 1 step"),
     ({"trainer.max_steps": 0}, "trainer.max_steps", "the run has no end", "at least 1 step"),
-    ({"trainer.max_epochs": 0}, "trainer.max_epochs", "zero trains nothing", "-1 or at least 1"),
+    (
+        {"trainer.max_epochs": 0},
+        "trainer.max_epochs",
+        "must not be 0",
+        "-1 or at least 1",
+    ),
     (
         {"trainer.max_steps": 3, "schedule.warmup_steps": 3},
         "schedule.warmup_steps",
@@ -186,7 +191,7 @@ BAD = [
     (
         {"schedule.warmup_steps": 2, "schedule.warmup_frac": 0.1},
         "schedule.warmup_frac",
-        "0.1 beside warmup_steps 2",
+        "0.1 and warmup_steps 2",
         "one of the two",
     ),
     ({"schedule.warmup_frac": 1.0}, "schedule.warmup_frac", "found 1.0", "< 1"),
@@ -362,7 +367,7 @@ def test_ranges_of_one_group_can_be_asked_for(make):
 )
 def test_override_that_the_task_never_reads_is_refused(task, key):
     """It would have no effect, and the message names the task."""
-    (problem,) = unread_overrides(task, [key])
+    (problem,) = overrides_not_read(task, [key])
     assert problem.where == key
     assert f"has no effect with task={task}" in str(problem)
 
@@ -388,7 +393,7 @@ def test_override_that_the_task_never_reads_is_refused(task, key):
 )
 def test_override_that_the_task_reads_is_accepted(task, key):
     """`plan` reads the settings of the planned run; `evaluate` reads trainer=cpu."""
-    assert unread_overrides(task, [key]) == []
+    assert overrides_not_read(task, [key]) == []
 
 
 def test_what_tasks_read_exists(make):

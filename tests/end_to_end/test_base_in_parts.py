@@ -71,10 +71,10 @@ def test_a_base_is_compared_before_it_is_in_parts(parts, train_in, tmp_path, mon
     part = (Manifest.read(parts.manifest).data_contract or {})["probe"]["reference"]
     assert part["loss"] <= 1e-5
     assert part["gradient"] <= 1e-4
-    from mens_exp.backends import frozen_base
+    from mens_exp.backends import forward
 
-    right = frozen_base.logits
-    monkeypatch.setattr(frozen_base, "logits", lambda *args: right(*args) * 1.02)
+    right = forward.logits
+    monkeypatch.setattr(forward, "logits", lambda *args: right(*args) * 1.02)
     monkeypatch.setenv("MENS_EXP_CACHE", str(tmp_path / "cache"))
     run = train_in(tmp_path / "run", *F32, *PARTS, "suite=none", code=4)
     assert "is not the one that transformers computes" in capsys.readouterr().err

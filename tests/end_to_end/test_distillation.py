@@ -19,7 +19,7 @@ from mens_exp.artifacts.telemetry import read_events
 from mens_exp.backends.frozen_base import Teacher
 from mens_exp.backends.qlora import QloraBackend
 from mens_exp.rows.cache import cache_root
-from mens_exp.training import build, teacher_pass
+from mens_exp.training import build, precompute
 
 DISTIL = "objective=distillation"
 
@@ -182,7 +182,7 @@ def test_top_tokens_of_the_cache_take_the_course_of_the_teacher(
     def refused(*_):
         raise AssertionError("the teacher is loaded")
 
-    monkeypatch.setattr(teacher_pass, "Teacher", refused)
+    monkeypatch.setattr(precompute, "Teacher", refused)
     again = train_in(tmp_path / "again", *settings, "objective.top_k=319")
     found = Manifest.read(again.manifest).facts["teacher_top_tokens"]
     assert found["from_cache"] == facts["val_tokens"] + facts["train_tokens"]
@@ -222,7 +222,7 @@ def test_the_teacher_is_gone_when_the_student_is_loaded(teacher, train_in, tmp_p
         there.append(sum(one() is not None for one in made))
         return QloraBackend(*arguments, **options)
 
-    monkeypatch.setattr(teacher_pass, "Teacher", Watched)
+    monkeypatch.setattr(precompute, "Teacher", Watched)
     monkeypatch.setattr(
         build, "get_class", lambda name: loaded if "Qlora" in name else get_class(name)
     )

@@ -153,7 +153,7 @@ def test_wrong_shapes_are_told_before_the_download(
     ("override", "said"),
     [
         ("model.revision=main", "has no effect on a directory"),
-        ("model.trust_remote_code=true", "the model brings no code of its own"),
+        ("model.trust_remote_code=true", "the model has no custom code"),
     ],
 )
 def test_settings_without_effect_are_refused(

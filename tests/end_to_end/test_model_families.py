@@ -191,10 +191,10 @@ def test_a_head_that_is_not_the_model_s_is_refused(
     wrong, tiny, train_in, tmp_path, monkeypatch, capsys
 ):
     """Also in a bf16 run: nothing is trained, and the manifest has the figures."""
-    from mens_exp.backends import frozen_base
+    from mens_exp.backends import forward
 
-    right, changed = frozen_base.logits, WRONG_LOGITS[wrong]
-    monkeypatch.setattr(frozen_base, "logits", lambda *args: changed(right(*args)))
+    right, changed = forward.logits, WRONG_LOGITS[wrong]
+    monkeypatch.setattr(forward, "logits", lambda *args: changed(right(*args)))
     run = train_on(train_in, tiny("granite"), tmp_path / "run", code=4)
     said = capsys.readouterr().err
     assert "the loss is not the one that transformers computes for this model" in said

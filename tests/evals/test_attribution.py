@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from mens_exp.backends.frozen_base import hidden_states, load_base
+from mens_exp.backends.forward import hidden_states
+from mens_exp.backends.frozen_base import load_base
 from mens_exp.config.quant import QuantConfig, QuantType
 from mens_exp.data.batch import packed_batch
 from mens_exp.evals.attribution import (
@@ -17,8 +18,8 @@ from mens_exp.evals.attribution import (
     parity_with,
     replaced,
 )
+from mens_exp.layout.modules import linear_modules
 from mens_exp.layout.shape import shape_of
-from mens_exp.layout.targets import linear_modules
 from mens_exp.model.sources import resolve
 from mens_exp.quant.round_trip import stored_as, variant_of, variants_of
 

@@ -8,7 +8,8 @@ from enum import Enum
 import pytest
 
 from mens_exp.evals.contrast import Guard, applied, guard, implied_by, without_seed
-from mens_exp.planning.contract import contract_of, learned_settings, recorded_digest
+from mens_exp.planning.contract import contract_of, recorded_digest
+from mens_exp.planning.learned_settings import learned_settings
 
 INPUTS = {"base_weights_sha256": "b", "data.rows_sha256": "r", "data.train_sha256": "t"}
 MACHINE = {"commit": "c", "packages": {"torch": "2.6"}, "cpu": {"model": "x"}}
@@ -156,7 +157,7 @@ def test_another_machine_is_labelled_and_refuses_nothing(tiny_config):
     arm["provenance"] = {"commit": "d", "packages": {"torch": "2.7"}, "cpu": {"model": "y"}}
     found = guard(arm, side(tiny_config()), ["optim.lr"])
     assert found.confounded_by == ()
-    assert found.environment == ("commit", "torch 2.7 beside 2.6", "cpu")
+    assert found.environment == ("commit", "torch 2.7 and 2.6", "cpu")
 
 
 def test_steps_in_other_forms_are_labelled_and_refuse_nothing(tiny_config):
@@ -177,7 +178,7 @@ def test_an_edited_part_confounds_though_no_setting_differs(tiny_config):
     arm = side(tiny_config())
     arm["contract"]["adapter"]["method"] = "another"
     found = guard(arm, side(tiny_config()), ["optim.lr"])
-    assert found.confounded_by == ("a part of the contract that no setting tells",)
+    assert found.confounded_by == ("a part of the contract that no setting explains",)
 
 
 def other(value):

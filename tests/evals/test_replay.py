@@ -5,12 +5,13 @@ import dataclasses
 import pytest
 import torch
 
-from mens_exp.backends.frozen_base import hidden_states, load_base, logits
+from mens_exp.backends.forward import hidden_states, logits
+from mens_exp.backends.frozen_base import load_base
 from mens_exp.config.quant import QuantConfig, QuantType
 from mens_exp.data.batch import packed_batch, padded_batch
 from mens_exp.evals.attribution import Replay, replaced
+from mens_exp.layout.modules import linear_modules
 from mens_exp.layout.shape import shape_of
-from mens_exp.layout.targets import linear_modules
 from mens_exp.model.sources import resolve
 
 FAMILIES = ["llama", "gpt2", "gemma2", "gemma3_text", "phi3", "qwen2", "olmo2"]

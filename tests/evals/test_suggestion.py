@@ -9,8 +9,9 @@ from mens_exp.config.overrides import check
 from mens_exp.config.quant import QuantConfig, QuantType
 from mens_exp.evals.attribution import cheapest, patterns
 from mens_exp.layout.families import FAMILIES
+from mens_exp.layout.modules import linear_modules
 from mens_exp.layout.shape import Shape
-from mens_exp.layout.targets import chosen, linear_modules, quantized_modules, skipped
+from mens_exp.layout.targets import chosen, quantized_modules, skipped
 from mens_exp.planning.preflight import preflight
 from mens_exp.tasks.attribute import suggested
 

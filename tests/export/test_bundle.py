@@ -136,7 +136,7 @@ def test_an_altered_bundle_is_refused(
     [
         (lambda listing: {**listing, "version": 2}, "is of another version"),
         (lambda listing: {**listing, "format": "x"}, "is not a list of a bundle"),
-        (lambda listing: {**listing, "files": {"../a": "0"}}, "leads out of the bundle"),
+        (lambda listing: {**listing, "files": {"../a": "0"}}, "points outside the bundle"),
         (lambda listing: {**listing, "files": {"gone.json": "0"}}, "no such file"),
         (lambda listing: {**listing, "files": ["gone.json"]}, "files: .*an object"),
         (lambda listing: {**listing, "files": {"gone.json": 0}}, "files.gone.json: .*a string"),
@@ -176,7 +176,7 @@ def linked_file(run):
         (added_link, r"events\.jsonl: was not packed"),
         (
             linked_file,
-            r"plan\.json: has changed since it was packed.*a link that leads out of the bundle",
+            r"plan\.json: has changed since it was packed.*a link that points outside the bundle",
         ),
     ],
 )

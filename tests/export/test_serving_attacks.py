@@ -203,23 +203,23 @@ def test_a_special_token_that_is_a_stop_ends_the_answer():
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
 
-    from mens_exp.export import serving_app
+    from mens_exp.export import serving_generation
 
     tokenizer = Tokenizer(WordLevel({"one": 0, "two": 1}, unk_token="one"))
     tokenizer.add_special_tokens(["<turn>"])
-    ended = serving_app._Ended(serving_app._Generation(stops=("<turn>",)), tokenizer)
+    ended = serving_generation._Ended(serving_generation.Generation(stops=("<turn>",)), tokenizer)
     assert [bool(ended(torch.tensor([[token]]))[0]) for token in (0, 1, 2)] == [False, False, True]
 
 
 def test_a_stop_text_is_found_wherever_pieces_meet():
     """For every split of a text into three pieces, no text is lost and none is sent too late."""
-    from mens_exp.export import serving_app
+    from mens_exp.export import serving_generation
 
     async def joined(pieces, stops):
         queue = asyncio.Queue()
         for piece in [*pieces, None]:
             queue.put_nowait(piece)
-        reading = serving_app._Pieces(queue, serving_app._Generation(stops=stops))
+        reading = serving_generation._Pieces(queue, serving_generation.Generation(stops=stops))
         return "".join([piece async for piece in until_none(reading)])
 
     async def until_none(reading):

@@ -75,8 +75,8 @@ def test_what_a_run_leaves_is_served(finished):
     [
         ({"use_dora": True}, "DoRA"),
         ({"modules_to_save": ["lm_head"]}, "saved whole"),
-        ({"rank_pattern": {"q_proj": 2}}, "a rank of its own"),
-        ({"alpha_pattern": {"q_proj": 2}}, "an alpha of its own"),
+        ({"rank_pattern": {"q_proj": 2}}, "a different rank"),
+        ({"alpha_pattern": {"q_proj": 2}}, "a different alpha"),
         ({"trainable_token_indices": [3]}, "trained tokens"),
         ({"bias": "all"}, "biases"),
         ({"r": 513, "rank": 513}, "of this rank .* expected 1 to 512"),

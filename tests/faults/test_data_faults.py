@@ -142,14 +142,14 @@ def test_targets_without_the_shift_are_caught(monkeypatch, refused):
 
 def test_a_model_that_sees_what_it_predicts_is_caught(monkeypatch, refused):
     """The same fault after batching: the hidden state is that of the target token itself."""
-    from mens_exp.backends import frozen_base
+    from mens_exp.backends import forward
 
-    real = frozen_base.hidden_states
+    real = forward.hidden_states
 
     def unshifted(causal_lm, batch):
         return real(causal_lm, dataclasses.replace(batch, predict_M=batch.predict_M + 1))
 
-    monkeypatch.setattr(frozen_base, "hidden_states", unshifted)
+    monkeypatch.setattr(forward, "hidden_states", unshifted)
     assert "objective: the loss depends on the token that it predicts" in refused("lora.dropout=0")
 
 

@@ -12,7 +12,7 @@ from mens_exp.backends.qlora import QloraBackend
 from mens_exp.data.batch import packed_batch
 from mens_exp.objective.causal import CrossEntropy
 from mens_exp.planning.machine import ALONE
-from mens_exp.quant.bnb import quantized_linears
+from mens_exp.quant.layers import quantized_linears
 from mens_exp.training.distributed import joined, open_store, sharded
 
 CUDA = torch.device("cuda", 0)

@@ -10,8 +10,8 @@ from mens_exp.config.model import HfModel
 from mens_exp.errors import ModelFileError
 from mens_exp.layout.checkpoint_files import read_directory
 from mens_exp.layout.families import FAMILIES, family_in
+from mens_exp.layout.modules import linear_modules, norm_modules
 from mens_exp.layout.shape import logical_name, shape_of
-from mens_exp.layout.targets import linear_modules, norm_modules
 
 SIZES = {
     "hidden_size": 64,

@@ -8,8 +8,8 @@ from mens_exp.config.compose import compose, typed
 from mens_exp.config.model import HfModel
 from mens_exp.layout.checkpoint_files import read_directory
 from mens_exp.layout.families import FAMILIES
+from mens_exp.layout.modules import linear_modules
 from mens_exp.layout.shape import HEAD, base_key, check_weights, shape_of
-from mens_exp.layout.targets import linear_modules
 from mens_exp.model import sources
 from mens_exp.planning.preflight import preflight
 

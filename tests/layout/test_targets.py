@@ -5,13 +5,13 @@ import pytest
 from mens_exp.config.lora import LoraConfig, LoraVariant
 from mens_exp.errors import ConfigError, Problems
 from mens_exp.layout.families import FAMILIES
+from mens_exp.layout.modules import linear_modules
 from mens_exp.layout.shape import Shape
 from mens_exp.layout.targets import (
     GROUPS,
     adapter_parameters,
     chosen,
     described,
-    linear_modules,
     pattern_values,
     target_problems,
 )

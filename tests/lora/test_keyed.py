@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from mens_exp.config.model import RandomModel
+from mens_exp.layout.modules import linear_modules
 from mens_exp.layout.shape import shape_of
-from mens_exp.layout.targets import linear_modules
 from mens_exp.lora.keyed import HeadDropout, KeyedDropout, initialise, key_of, share_dropout
 
 MODULES = linear_modules(shape_of(RandomModel(name="tiny")))  # two Llama layers and the head

@@ -21,10 +21,11 @@ from mens_exp.errors import DataError, Problems
 from mens_exp.export.adapter import config_of_adapter, with_scale_one
 from mens_exp.layout.adapter_base import base_of
 from mens_exp.layout.families import FAMILIES
+from mens_exp.layout.modules import norm_modules
 from mens_exp.layout.peft_adapter import manifest_of, read_peft, write_peft
 from mens_exp.layout.shape import shape_of
 from mens_exp.layout.starting_adapter import read as read_start
-from mens_exp.layout.targets import chosen, norm_modules
+from mens_exp.layout.targets import chosen
 from mens_exp.model.quiet import quiet
 from mens_exp.model.sources import resolve
 from mens_exp.objective.causal import CrossEntropy

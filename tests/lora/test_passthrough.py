@@ -298,7 +298,7 @@ def test_a_type_that_records_or_merges_cannot_hold_is_refused(tiny_config, field
 @pytest.mark.parametrize(
     ("texts", "said"),
     [
-        (["lora.variant=passthrough"], "has settings of its own"),
+        (["lora.variant=passthrough"], "has further settings"),
         (["lora=peft", "lora.config.peft_type=OFT", "lora.variant=dora"], "has no effect"),
     ],
 )

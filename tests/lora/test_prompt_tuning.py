@@ -13,7 +13,7 @@ from transformers_models import of_transformers
 from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.config.overrides import check
-from mens_exp.config.rules.graph import lora_problems
+from mens_exp.config.rules.lora import lora_problems
 from mens_exp.data.batch import packed_batch, padded_batch, with_virtual_tokens
 from mens_exp.model.quiet import quiet
 from mens_exp.model.sources import resolve

@@ -56,8 +56,7 @@ def strict(monkeypatch):
 
 
 families = [
-    pytest.param(name, marks=[] if name == "gemma2" else pytest.mark.soak)
-    for name in FAMILIES
+    pytest.param(name, marks=[] if name == "gemma2" else pytest.mark.soak) for name in FAMILIES
 ]
 
 

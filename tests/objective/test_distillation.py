@@ -11,7 +11,8 @@ from live_adapters import fill_b
 from teachers import model_directory
 from torch.nn.functional import cross_entropy, kl_div, mse_loss
 
-from mens_exp.backends.frozen_base import Teacher, layer_states, load_base
+from mens_exp.backends.forward import layer_states
+from mens_exp.backends.frozen_base import Teacher, load_base
 from mens_exp.config.model import teacher_of
 from mens_exp.corpus.source import labelling_of
 from mens_exp.data.batch import packed_batch, padded_batch

@@ -28,7 +28,7 @@ from mens_exp.rows.parse import parse_row
 from mens_exp.tokenizer.load import load_tokenizer
 from mens_exp.training.build import build_backend, objective_of
 from mens_exp.training.module import TrainingModule
-from mens_exp.training.policy_pass import known_answers
+from mens_exp.training.precompute import known_answers
 
 CLOSE = 1e-5
 # Without a newline after the last answer, which TRL would supervise too.

@@ -14,11 +14,12 @@ from hydra.utils import get_class
 from mens_exp.artifacts.digest import digest
 from mens_exp.config.compose import compose, typed
 from mens_exp.config.fields import Effect
-from mens_exp.config.loader import SCHEMAS, declarations, effect_of
 from mens_exp.config.option_files import group_options
 from mens_exp.config.root import RunConfig
+from mens_exp.config.schemas import SCHEMAS, declarations, effect_of
 from mens_exp.corpus import synthetic
-from mens_exp.planning.contract import RECORDING_CALLBACKS, contract_of, learned_settings
+from mens_exp.planning.contract import contract_of
+from mens_exp.planning.learned_settings import RECORDING_CALLBACKS, learned_settings
 
 # One command for each schema, on which each field of the schema can be changed.
 COMMANDS = {

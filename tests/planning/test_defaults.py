@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from mens_exp.config.compose import compose, typed
-from mens_exp.planning.contract import non_default_settings
+from mens_exp.planning.learned_settings import non_default_settings
 
 
 def changed(*overrides):

@@ -17,9 +17,9 @@ from mens_exp.config.compose import compose, typed
 from mens_exp.corpus.generator import generate
 from mens_exp.corpus.source import cache_key, load_rows
 from mens_exp.corpus.split import Side
+from mens_exp.layout.modules import linear_weights
 from mens_exp.layout.shape import shape_of
-from mens_exp.layout.targets import linear_weights
-from mens_exp.planning import estimate, machine
+from mens_exp.planning import machine, token_estimate
 from mens_exp.planning.estimate import make_plan, steps_of
 from mens_exp.rows.cache import encoded
 from mens_exp.rows.encode import encode
@@ -101,7 +101,7 @@ def test_cold_plan_of_a_file_encodes_some_rows(on_rows, tiny_base, cache):
 
 def test_cold_plan_without_a_tokenizer_estimates_and_says_so(on_rows, cache, monkeypatch):
     """Rows are counted; tokens are estimated from characters and limited to seq_len."""
-    monkeypatch.setattr(estimate, "ready_directory", lambda *_: None)
+    monkeypatch.setattr(token_estimate, "ready_directory", lambda *_: None)
     config = on_rows("data.seq_len=64", "objective=causal")
     data = make_plan(config, cache)["data"]
     assert not data["exact"]
@@ -125,7 +125,7 @@ def test_the_plan_counts_a_shared_prompt_once(
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     if not has_tokenizer:
-        monkeypatch.setattr(estimate, "ready_directory", lambda *_: None)
+        monkeypatch.setattr(token_estimate, "ready_directory", lambda *_: None)
     template = len("xuser\nx\nxassistant\n"), 1  # each ChatML marker is one token
     prompt, answer = 139 + template[0] * has_tokenizer, 40 + template[1] * has_tokenizer
     words = ("data=jsonl", f"data.path={path}", "data.val_frac=0.2", "objective=orpo")

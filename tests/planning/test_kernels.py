@@ -94,8 +94,8 @@ def test_losses_of_tokens_have_the_fused_head(tiny_config, overrides):
     ("overrides", "reason"),
     [
         (["model.kernels=torch"], "model.kernels=torch"),
-        (["backend=full"], "backend=full has a step of its own"),
-        (["backend=proxy"], "backend=proxy has a step of its own"),
+        (["backend=full"], "backend=full has its own training step"),
+        (["backend=proxy"], "backend=proxy has its own training step"),
     ],
 )
 def test_torch_computes_the_whole_step(tiny_config, overrides, reason):

@@ -7,8 +7,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from mens_exp.corpus import stdlib
-from mens_exp.planning import estimate
-from mens_exp.planning.estimate import count_tokens
+from mens_exp.planning import estimate, token_estimate
+from mens_exp.planning.token_estimate import count_tokens
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_a_plan_of_a_stream_reads_no_more_than_the_first_rows(counted, path, mon
     """The bad row after the first hundred is never read."""
     lines = path.read_text("utf-8").splitlines()
     path.write_text("\n".join([*lines[:100], "no row at all"]) + "\n", "utf-8")
-    monkeypatch.setattr(estimate, "peek", None)
+    monkeypatch.setattr(token_estimate, "peek", None)
     assert counted(path, *STREAMED)["train_rows"] > 0
 
 

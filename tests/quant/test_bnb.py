@@ -7,7 +7,8 @@ from bitsandbytes.nn import Linear4bit
 
 from mens_exp.config.quant import ComputeDtype, QuantConfig, QuantType, StorageDtype
 from mens_exp.quant.binding import compute_dtype
-from mens_exp.quant.bnb import keep_trainable, quantization_config, quantized_linears
+from mens_exp.quant.bnb import quantization_config
+from mens_exp.quant.layers import keep_trainable, quantized_linears
 
 needs_the_repacking_kernel = pytest.mark.skipif(
     not getattr(bitsandbytes.functional, "has_avx512bf16", lambda: False)(),

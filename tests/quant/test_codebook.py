@@ -14,8 +14,8 @@ from scipy.stats import norm
 
 from mens_exp.config.quant import BUILT_IN, ComputeDtype, QuantConfig, QuantType
 from mens_exp.quant import codebook
-from mens_exp.quant.bnb import quantizer_named
 from mens_exp.quant.codebook import Codebook, CodebookLinear, integers, normal_float
+from mens_exp.quant.layers import quantizer_named
 
 BINDINGS = {
     one.name: one

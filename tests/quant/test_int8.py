@@ -8,12 +8,11 @@ from bitsandbytes.nn import Int8Params, Linear8bitLt
 
 from mens_exp.config.quant import QuantConfig, QuantType
 from mens_exp.planning.memory import bits_per_weight
-from mens_exp.quant.bnb import (
+from mens_exp.quant.bnb import dequantized, quantization_config
+from mens_exp.quant.layers import (
     as_published,
-    dequantized,
     differs_in_evaluation,
     keep_trainable,
-    quantization_config,
     quantization_facts,
     quantized_linears,
 )

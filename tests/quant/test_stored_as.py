@@ -10,7 +10,7 @@ from mens_exp.config.quant import ComputeDtype, QuantConfig, QuantType
 from mens_exp.layout.shape import shape_of
 from mens_exp.model.sources import resolve
 from mens_exp.model.stored_weights import StoredWeights
-from mens_exp.quant.bnb import quantized_linears, values_of
+from mens_exp.quant.layers import quantized_linears, values_of
 from mens_exp.quant.round_trip import activation_error, sqnr_db, stored_as, variants_of
 
 

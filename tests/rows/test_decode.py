@@ -63,7 +63,7 @@ def test_array_on_a_line_of_jsonl_is_no_row(tmp_path):
         ('[{"a": 1},\n{"a": }]', "2", "the array is not JSON"),
         ('[{"a": 1}', "1", "after a row comes a comma"),
         ('[{"a": 1}] more', "1", "something follows the array"),
-        ('[{"a": 1, "a": 2}]', "1", "the key 'a' stands twice"),
+        ('[{"a": 1, "a": 2}]', "1", "the key 'a' occurs twice"),
         ("[" + "[" * 100_000, "1", "not usable JSON"),
     ],
 )

@@ -87,7 +87,7 @@ def test_a_document_that_loses_its_answer_takes_the_other_along():
 def test_a_row_without_the_field_is_refused():
     """The error gives the place of the row and the missing field."""
     plain = TrainingPair(prompt="p", response="r", place="a.jsonl:7")
-    with pytest.raises(DataError, match="a row has not the fields") as caught:
+    with pytest.raises(DataError, match="a row lacks the fields") as caught:
         encoded(BETTER, plain)
     assert "a.jsonl:7" in caught.value.where
     assert (caught.value.found, caught.value.expected) == ("no fields", "worse")

@@ -253,7 +253,7 @@ def test_template_without_end_marker_is_closed_by_the_end_of_sequence(tokenizer_
 def test_answer_that_nothing_ends_is_refused(tokenizer_of):
     """Neither the template nor the tokenizer has an end token."""
     tokenizer = tokenizer_of("{% for m in messages %}{{ m.content }}|{% endfor %}", "{}")
-    with pytest.raises(DataError, match="nothing marks the end") as caught:
+    with pytest.raises(DataError, match="no token marks the end") as caught:
         encoded(tokenizer)
     assert caught.value.where == f"row {PAIR.id}"
 

@@ -154,7 +154,7 @@ def test_a_prompt_of_several_turns_is_the_history():
     [
         ({"prompt": chat("a")}, "the row has no 'response'"),
         ({"prompt": chat("a"), "completion": ""}, "'response' is empty"),
-        ({"prompt": chat("a"), "completion": 3}, "'response' is no answer"),
+        ({"prompt": chat("a"), "completion": 3}, "'response' is not an answer"),
         ({"prompt": chat("a", "b"), "completion": "c"}, "turn 3 is out of order"),
         ({"prompt": chat("a"), "completion": chat("b")}, "does not begin with the prompt"),
         ({"prompt": "a", "completion": "b", "response": "c"}, "its alias 'completion' differ"),
@@ -205,7 +205,7 @@ def test_turns_of_openais_that_say_something_else_are_refused(turn, said):
 def test_system_prompt_said_twice_is_refused():
     """It is unclear which of the two is meant."""
     turns = [{"role": "system", "content": "s"}, *chat("a", "b")]
-    assert "the system prompt stands twice" in told({"messages": turns, "system": "t"})
+    assert "the system prompt occurs twice" in told({"messages": turns, "system": "t"})
 
 
 def test_sharegpts_names_are_no_roles_of_messages():

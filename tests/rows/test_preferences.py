@@ -141,7 +141,7 @@ def test_further_fields_and_tools_are_kept():
             "'chosen' and 'rejected' are the same answer",
         ),
         ({"prompt": "p", "chosen": "good", "rejected": ""}, "'rejected' is empty"),
-        ({"prompt": "p", "chosen": "good", "rejected": None}, "'rejected' is no answer"),
+        ({"prompt": "p", "chosen": "good", "rejected": None}, "'rejected' is not an answer"),
         ({"prompt": "p", "rejected": "bad"}, "the row has no 'chosen'"),
         ({"prompt": "p", "chosen": "good"}, "a preference row has 'rejected' too"),
         ({"chosen": "p good", "rejected": "p bad"}, "'chosen' has no prompt"),
@@ -153,7 +153,7 @@ def test_further_fields_and_tools_are_kept():
         (
             {"input": {"messages": [user("p")]}, "tools": [], "chosen": "a", "rejected": "b"}
             | {"messages": [user("p")]},
-            "'messages' stands twice",
+            "'messages' occurs twice",
         ),
         (
             {"chosen": [user("p"), said("good")], "rejected": [user("q"), said("bad")]},
@@ -177,11 +177,11 @@ def test_further_fields_and_tools_are_kept():
         ),
         (
             {"prompt": "p", "messages": [user("p")], "chosen": "good", "rejected": "bad"},
-            "the prompt stands twice",
+            "the prompt occurs twice",
         ),
         (
             {"prompt": "p", "chosen": "good", "rejected": "bad", "fields": {"rejected": "x"}},
-            "'rejected' stands twice",
+            "'rejected' occurs twice",
         ),
         (
             {

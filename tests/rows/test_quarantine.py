@@ -34,7 +34,7 @@ def read(path, *lines):
         (b"no \xe2\x82\xac", "no €", "the line is not JSON"),
         (b'{"prompt": "\xff"}', '{"prompt": "\\xff"}', "the line is not UTF-8"),
         (b"a\x00b\x00", "a\x00b\x00", "the line holds NUL bytes"),
-        (b'{"a": 1, "a": 2}', '{"a": 1, "a": 2}', "the key 'a' stands twice in one object"),
+        (b'{"a": 1, "a": 2}', '{"a": 1, "a": 2}', "the key 'a' occurs twice in one object"),
         (b"[1]\r", "[1]\r", "a row must be a JSON object"),
         (b'{"prompt": "p"}', '{"prompt": "p"}', "the row has no 'response'"),
     ],

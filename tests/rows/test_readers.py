@@ -66,7 +66,7 @@ def test_line_that_is_not_json_is_refused(rows):
         (b'{"prompt": "p"}', "the row has no 'response'"),
         (b'{"prompt": "\xff", "response": "r"}', "the line is not UTF-8 · found byte 0xff"),
         (b'{"prompt": "a\x00b", "response": "r"}', "the line holds NUL bytes · found 1 of them"),
-        (b'{"prompt": "a", "prompt": "b"}', "the key 'prompt' stands twice"),
+        (b'{"prompt": "a", "prompt": "b"}', "the key 'prompt' occurs twice"),
         (b"[" * 100_000, "not usable JSON"),
         (b'{"rating": ' + b"9" * 5_000 + b"}", "not usable JSON"),
     ],

@@ -115,7 +115,7 @@ def test_row_that_is_not_utf8_is_refused_with_its_number(tmp_path):
 def test_column_that_stands_twice_is_refused(stored):
     """It is unclear which column is meant."""
     table = pa.table([["p"], ["q"], ["r"]], names=["prompt", "prompt", "response"])
-    with pytest.raises(DataError, match="the column 'prompt' stands twice"):
+    with pytest.raises(DataError, match="the column 'prompt' occurs twice"):
         read_rows(stored(table))
 
 

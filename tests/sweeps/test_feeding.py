@@ -38,7 +38,7 @@ class Fed:
         listens = self.launcher.directory.path / job["directory"] / "listens"
         return self.ends.get(job["number"]) if listens.exists() else None
 
-    def settle(self, job):
+    def job_ended(self, job):
         self.settled.append((job["number"], str(job["state"])))
 
 

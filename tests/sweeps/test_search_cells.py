@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mens_exp.config.search_space import read_space
+from mens_exp.config.override_parsing import read_space
 from mens_exp.sweeps.search_request import Cells, probe
 
 

@@ -19,7 +19,7 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.sweep import JobState, SweepDir, SweepRecord, TrialState
 from mens_exp.errors import ConfigError
 from mens_exp.sweeps import searching
-from mens_exp.sweeps.outcome import settle
+from mens_exp.sweeps.outcome import update_from_directory
 from mens_exp.sweeps.search_request import Drawn
 from mens_exp.sweeps.search_study import Study
 from mens_exp.sweeps.searching import Search
@@ -93,7 +93,7 @@ class Stage:
         assert self.record.search is not None
         for job in self.record.jobs:
             run = RunDir(self.directory.path / job["directory"])
-            settle(job, run, here=True)
+            update_from_directory(job, run, here=True)
         self.record.write(self.directory.record)
         cells = Suggested(self.record.search["space"])
         study = Study(self.directory.journal, self.record.search)
@@ -106,7 +106,7 @@ class Stage:
                     loss = self.loss(job["number"])
                     self.end(job, loss)
                     job["results"] = {"tuned_val_loss": loss}
-                search.settle(job)
+                search.job_ended(job)
                 self.record.write(self.directory.record)
         search.conclude()
         self.record.write(self.directory.record)
@@ -200,7 +200,7 @@ def test_each_trial_is_a_job_and_gets_its_value(stage):
         assert search.supply()
         job = it.record.jobs[-1]
         it.end(job, loss)
-        search.settle(job)
+        search.job_ended(job)
     assert not search.supply()
     assert it.rows == [("complete", 0, [2.0]), ("complete", 1, [1.0])]
     assert it.record.search is not None
@@ -226,10 +226,10 @@ def test_trials_that_come_to_the_same_run_once(stage):
     first, second = it.record.jobs
     assert [row[:2] for row in it.rows] == [("running", 0), ("running", 0), ("running", 2)]
     it.end(first, 2.0)
-    search.settle(first)
+    search.job_ended(first)
     assert it.rows[:2] == [("complete", 0, [2.0])] * 2
     it.end(second, 3.0)
-    search.settle(second)
+    search.job_ended(second)
     assert not search.supply()
     assert it.rows[3] == ("complete", 0, [2.0])
     assert [one["same_as"] for one in it.record.left_out] == [0, 0]
@@ -249,7 +249,7 @@ def test_the_sampler_is_told_of_every_end(stage):
         search.supply()
         job = it.record.jobs[-1]
         it.end(job, loss, state)
-        search.settle(job)
+        search.job_ended(job)
     assert [row[0] for row in it.rows] == ["failed", "pruned", "failed"]
     told = [trial.state.name for trial in search._study._study.trials]
     assert told == ["FAIL", "PRUNED", "FAIL"]
@@ -265,7 +265,7 @@ def test_a_search_stops_when_all_it_starts_fails(stage):
     while search.supply():
         job = it.record.jobs[-1]
         it.end(job, 1.0, JobState.FAILED)
-        search.settle(job)
+        search.job_ended(job)
     assert len(it.rows) == 5
     assert it.record.notes == ["5 jobs in a row failed: nothing was drawn after trial 4"]
     again = it.open(*ranks)
@@ -293,7 +293,7 @@ def test_a_worse_loss_ends_a_trial(stage):
         told.append(search.watch(job))
         assert search.watch(job) is None  # it was read a moment ago
         it.end(job, loss)
-        search.settle(job)
+        search.job_ended(job)
     assert told == [None, "ended by the search at step 3: validation loss 2.0000 (pruner=median)"]
     assert it.record.search is not None
     assert it.record.search["trials"][1]["intermediate"] == [[3, 2.0]]
@@ -309,7 +309,7 @@ def test_several_objectives_have_a_front(stage):
         job["state"] = JobState.SUCCEEDED
         run = RunDir(it.directory.path / job["directory"])
         it.write(run, Status.SUCCEEDED, results={"tuned_val_loss": loss, "peak_rss_bytes": size})
-        search.settle(job)
+        search.job_ended(job)
     search.conclude()
     assert it.record.search is not None
     assert it.record.search["best"] == [0, 1]
@@ -324,7 +324,7 @@ def test_record_and_journal_are_brought_together(stage):
         search.supply()
     done, failed, waiting = it.record.jobs
     it.fail(failed, 2, type="DataError")
-    search.settle(failed)
+    search.job_ended(failed)
     search._study.ask(3)  # and the launcher died before it wrote the record
     it.end(done, 2.0)
     failed["state"] = JobState.WAITING  # as resuming does to a job that did not succeed
@@ -484,7 +484,7 @@ def test_a_trial_whose_process_could_not_be_started_runs_again(stage):
     assert not search.supply()
     (job,) = it.record.jobs
     job["state"], job["reason"] = JobState.FAILED, "no process could be started"
-    search.settle(job)
+    search.job_ended(job)
     assert it.rows == [("failed", 0, None)] * 2
     job["state"] = JobState.WAITING
     search = it.open(4, 4)
@@ -492,7 +492,7 @@ def test_a_trial_whose_process_could_not_be_started_runs_again(stage):
     assert it.rows == [("running", 0, None)] * 2
     assert job["state"] == JobState.WAITING
     it.end(job, 2.0)
-    search.settle(job)
+    search.job_ended(job)
     assert it.rows == [("complete", 0, [2.0])] * 2
 
 

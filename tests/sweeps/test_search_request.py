@@ -77,7 +77,7 @@ def test_a_kpi_of_a_suite_needs_one(asked):
 def test_directions_stand_beside_objectives(asked):
     """There must be as many as objectives, with valid names."""
     said = refusal(asked, "hydra.sweeper.directions=[minimize,up]")
-    assert "directions: needs one for each objective" in said
+    assert "directions: needs a direction for each objective" in said
     given = asked("hydra.sweeper.objectives=[tokens]", "hydra.sweeper.directions=[maximize]")
     assert given.search["directions"] == ["maximize"]
 

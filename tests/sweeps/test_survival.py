@@ -21,7 +21,7 @@ from mens_exp.artifacts import host
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.sweep import AttemptLog, SweepRecord
 from mens_exp.config.sweep import LOCAL_LAUNCHER, SLURM
-from mens_exp.sweeps.outcome import settle
+from mens_exp.sweeps.outcome import update_from_directory
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="needs signals and /proc; run it on Linux"
@@ -96,7 +96,7 @@ class Disturbed:
             setattr(record, name, value)
         for job in record.jobs:
             run = RunDir(self.place / job["directory"])
-            settle(job, run, here=record.launcher != SLURM)
+            update_from_directory(job, run, here=record.launcher != SLURM)
         record.write(self.directory.record)
         with (self.place / "said").open("ab") as said:
             launcher = subprocess.Popen(

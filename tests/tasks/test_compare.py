@@ -81,14 +81,14 @@ def test_one_seed_gets_no_verdict(study, compare):
     found = primary(compare(study(seeds=[3], passes=lambda arm, _seed: 2 * arm)))
     assert (found["verdict"], found["estimate"]) == (Verdict.NOT_REACHABLE, 0.5)
     assert (found["low"], found["seeds_needed"]) == (None, 2)
-    assert found["why"] == "1 seed tells no spread; 2 are needed"
+    assert found["why"] == "1 seed gives no spread; 2 are needed"
 
 
 def test_a_figure_of_one_seed_is_no_interval(study, compare, tmp_path):
     """Neither the page's opening sentence nor its tables show an interval for one seed."""
     compare(study(seeds=[3], passes=lambda arm, _seed: 2 * arm), f"out={tmp_path}/one")
     said = (tmp_path / "one" / "compare.md").read_text("utf-8")
-    assert "not reachable, +0.5 in 1 seed, which tells no interval." in said
+    assert "not reachable, +0.5 in 1 seed, which gives no interval." in said
     assert "1 seeds" not in said
     assert "unknown over" not in said
 
@@ -605,7 +605,7 @@ def test_another_machine_is_labelled(study, compare):
     one = study("one", arms=[[]])
     other = study("other", arms=[[WITHOUT]], torch="9.9")
     (contrast,) = compare(f"'{one},{other}'", "compare.factors=[quant.double_quant]").contrasts
-    assert contrast["environment"] == ["torch 9.9 beside 2.6"]
+    assert contrast["environment"] == ["torch 9.9 and 2.6"]
     assert contrast["confounded_by"] == []
 
 

@@ -7,7 +7,7 @@ from mens_exp.artifacts.corpus_record import CorpusRecord
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.config.data import JsonlData
-from mens_exp.config.validate import unread_overrides
+from mens_exp.config.validate import overrides_not_read
 from mens_exp.corpus.source import load_rows
 
 SOURCE = '''
@@ -127,5 +127,5 @@ def test_what_a_killed_process_left_is_not_in_the_way(tmp_path, capsys):
 
 def test_settings_of_a_run_have_no_effect():
     """Settings of training are refused, as a corpus uses no model; its own are accepted."""
-    (problem,) = unread_overrides("corpus", ["lora.r", "corpus.split.by"])
+    (problem,) = overrides_not_read("corpus", ["lora.r", "corpus.split.by"])
     assert "lora.r: has no effect with task=corpus" in str(problem)

@@ -259,7 +259,7 @@ def test_an_adapter_of_another_base_is_refused(trained, tmp_path, capsys):
         (["suite=lm_eval", "suite.path=t", "eval.engine=openai"], "also for likelihoods"),
         (["suite=lm_eval", "suite.path=t", "eval.temperature=1"], "whose task files say it"),
         (["eval.engine=openai", *SUITE], "the held-out rows belong to a run's own model"),
-        (["eval.engine=openai", "suite=mini_python"], "eval.model: missing"),
+        (["eval.engine=openai", "suite=mini_python"], "eval.model: is required"),
         (["suite=jsonl"], "suite.path: suite=jsonl is a file of your own"),
         (["suite=jsonl", "suite.path=x", "suite.function=x.py:f"], "with suite.check=exact"),
         (["suite=scorecard_spec", "suite.path=x"], "path: has no effect"),

@@ -125,7 +125,10 @@ def test_a_plain_run_leaves_as_v3_byte_for_byte(finished, export, tmp_path):
         (["path=nowhere", "format=peft"], "nowhere, which does not exist"),
         (["path=nowhere", "format=peft"], "next write path=latest"),
         (["path={run}", "format=peft", "model=tiny_llama"], "which names its own"),
-        (["path={run}", "format=v3", "export.base_quant=nf4"], "tells how its base was quantized"),
+        (
+            ["path={run}", "format=v3", "export.base_quant=nf4"],
+            "records how its base was quantized",
+        ),
         (["path={run}", "format=v3", "export.checkpoints=true"], "no effect with format=v3"),
         (["path={run}", "format=bundle", "model=tiny_gpt2"], "no effect with format=bundle"),
         (["path={run}", "export.double_quant=true"], "no effect with format=bundle"),

@@ -78,7 +78,7 @@ def test_a_peft_directory_starts_the_same_run(finished, second, train_in, tmp_pa
     assert adapter(run) == adapter(second)
     manifest = Manifest.read(run.manifest)
     assert manifest.inputs["init_from"]["form"] == "peft"
-    assert "a PEFT directory does not tell" in manifest.unknown.values()
+    assert "a PEFT directory does not record it" in manifest.unknown.values()
 
 
 def test_latest_is_settled_when_the_command_is_given(train_in, tmp_path, monkeypatch):

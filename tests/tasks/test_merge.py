@@ -18,7 +18,8 @@ from mens_exp.data.batch import packed_batch
 from mens_exp.layout.families import FAMILIES
 from mens_exp.model.quiet import quiet
 from mens_exp.model.sources import resolve
-from mens_exp.quant.bnb import dequantized, quantized_linears
+from mens_exp.quant.bnb import dequantized
+from mens_exp.quant.layers import quantized_linears
 from mens_exp.tasks.merge import merge as merge_task
 from mens_exp.training.build import build_backend
 

@@ -197,7 +197,7 @@ def test_equal_differences_are_no_superiority_by_their_point_alone(lab):
     assert (made["decision"], unmet(made)) == (Answer.HOLD, {"superiority"})
     rule = next(rule for rule in made["rules"] if rule["rule"] == "superiority")
     assert rule["observed"] == 0.25
-    assert "all differences are equal, which tells no spread" in rule["note"]
+    assert "all differences are equal, so there is no spread" in rule["note"]
 
 
 def test_no_shown_superiority_holds(lab):
@@ -438,7 +438,10 @@ def test_the_command_line_opens_decides_and_replays(lab, typed):
         (["promote.seeds=[1,2,3]", "promote.sequential=always_valid"], "expected at least 4 seeds"),
         (["promote.direction=lower"], "promote.direction: no promotion can follow"),
         (["promote.margin=1"], "promote.margin: no share can exceed it"),
-        (["promote.arms=[qlora,burn,burn]"], "promote.arms: a cycle freezes its arms"),
+        (
+            ["promote.arms=[qlora,burn,burn]"],
+            "promote.arms: must list at least two distinct arms to open a cycle",
+        ),
         (["promote.factor=lora.r"], "promote.arms: is not a value of the factor found qlora"),
         (["promote.arms=[qlora,born]"], "promote.arms: is not a value of the factor found born"),
     ],
@@ -581,7 +584,7 @@ def test_the_ledger_carries_the_digests_of_its_evidence(lab):
         (["ledger=l", "policy=eval_gate"], "no evidence given"),
         (["ledger=l", "policy=eval_gat", "path=."], "the nearest is eval_gate"),
         (["ledger=l", "policy=eval_gate", "path=absent"], "no comparison found"),
-        (["ledger=l", "promote.open_cycle=c"], "freezes its seeds"),
+        (["ledger=l", "promote.open_cycle=c"], "must list distinct seeds"),
         (
             ["ledger=l", "promote.open_cycle=c", "policy=eval_gate"],
             "this policy does not use cycles",

@@ -240,7 +240,7 @@ def test_a_run_at_work_on_its_pages_is_left_alone(finished, tmp_path, capsys):
 def test_a_run_bounded_by_epochs_cannot_get_longer(broken, tmp_path):
     """A higher number of steps would not exceed the run's epochs."""
     run = broken(tmp_path / "run", 3, "trainer.max_steps=-1", "trainer.max_epochs=1")
-    with pytest.raises(RequestError, match="epochs bound this run"):
+    with pytest.raises(RequestError, match=r"trainer\.max_epochs ends this run"):
         prepare_resumption(str(run.path), {"trainer.max_steps": "8"})
 
 

@@ -13,8 +13,8 @@ from mens_exp.data.batch import packed_batch, padded_batch
 from mens_exp.errors import TrainingError
 from mens_exp.model.quiet import quiet
 from mens_exp.planning.preflight import preflight
-from mens_exp.training import eva
-from mens_exp.training.eva import start_from_inputs
+from mens_exp.training import data_driven_init
+from mens_exp.training.data_driven_init import start_from_inputs
 
 EVA = ("lora.init=eva", "lora.r=4", "backend=lora", "quant=none", "quant.compute_dtype=f32")
 LENGTHS = (40, 31, 57, 44, 60, 38)
@@ -109,7 +109,7 @@ def test_the_first_direction_is_that_of_all_inputs(tiny_backend, tiny_base, docu
 
 def test_directions_that_do_not_settle_end_the_run(tiny_backend, documents, monkeypatch):
     """PEFT would loop forever, as it would if no micro-batch has enough tokens."""
-    monkeypatch.setattr(eva, "_MOST", 1)
+    monkeypatch.setattr(data_driven_init, "_MOST", 1)
     backend = tiny_backend(*EVA)
     with pytest.raises(TrainingError, match="do not converge"):
         start_from_inputs(backend, stream(documents, packing=True))

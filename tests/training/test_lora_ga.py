@@ -12,7 +12,7 @@ from mens_exp.data.batch import packed_batch, padded_batch
 from mens_exp.model.quiet import quiet
 from mens_exp.planning.preflight import preflight
 from mens_exp.quant.bnb import dequantized
-from mens_exp.training.lora_ga import pair_of, start_from_gradients
+from mens_exp.training.data_driven_init import pair_of, start_from_gradients
 
 R = 16
 GA = ("lora.init=lora_ga", f"lora.r={R}", "quant.compute_dtype=f32", "data.micro_batch_size=2")

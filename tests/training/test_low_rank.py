@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from mens_exp.config.overrides import check
+from mens_exp.layout.modules import linear_weights
 from mens_exp.layout.shape import shape_of
-from mens_exp.layout.targets import linear_weights
 from mens_exp.training.optimizer import build_optimizer
 
 FULL = ("backend=full", "quant=none")

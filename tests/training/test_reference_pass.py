@@ -19,11 +19,11 @@ from mens_exp.planning.machine import ALONE
 from mens_exp.rows.encode import encode
 from mens_exp.rows.parse import parse_row
 from mens_exp.tokenizer.load import load_tokenizer
-from mens_exp.training import cached_pass, reference_pass
+from mens_exp.training import cached_pass, precompute
 from mens_exp.training.build import build_backend, objective_of
 from mens_exp.training.cached_pass import CachedPass
 from mens_exp.training.module import TrainingModule
-from mens_exp.training.reference_pass import known_reference
+from mens_exp.training.precompute import known_reference
 
 ROWS = [
     {"prompt": f"Add {n}.", "chosen": f"x + {n}", "rejected": "no idea, " * (1 + n % 3)}
@@ -67,7 +67,7 @@ def side(parts, tmp_path, monkeypatch):
 
 
 def base_pass(module):
-    return functools.partial(reference_pass._passed, module)
+    return functools.partial(precompute._reference_logp, module)
 
 
 def test_values_are_those_of_transformers(parts, side, tiny_base):
@@ -180,7 +180,7 @@ def test_only_values_of_the_adapter_leave_the_key_alone(parts, tiny_base, monkey
 
     def key(**groups):
         config = dataclasses.replace(module.config, **groups)
-        return reference_pass._key(config, run, tiny_base, module)
+        return precompute._reference_key(config, run, tiny_base, module)
 
     usual = module.config
     lora = dataclasses.replace(usual.lora, r=32, alpha=64, dropout=0.5)

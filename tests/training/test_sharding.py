@@ -12,7 +12,8 @@ import torch
 from mens_exp.data.batch import packed_batch
 from mens_exp.objective.causal import CrossEntropy
 from mens_exp.planning.machine import ALONE
-from mens_exp.quant.bnb import quantized_linears, quantizing_on
+from mens_exp.quant.bnb import quantizing_on
+from mens_exp.quant.layers import quantized_linears
 from mens_exp.training.distributed import is_sharded, open_store
 
 USUAL = ("model=tiny_llama", "logger=none", "suite=none", "lora.dropout=0.1")

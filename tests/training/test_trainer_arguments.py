@@ -16,7 +16,8 @@ from mens_exp.config.override_values import spelled_out
 from mens_exp.config.overrides import check
 from mens_exp.config.trainer import REFUSED, TrainerConfig
 from mens_exp.planning.checks import classes
-from mens_exp.planning.contract import contract_of, learned_settings
+from mens_exp.planning.contract import contract_of
+from mens_exp.planning.learned_settings import learned_settings
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "loggers.md").read_text("utf-8")
 PROFILERS = "lightning.pytorch.profilers"

@@ -7,7 +7,7 @@ from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.config.logger import WandbLogger
 from mens_exp.training.wandb_names import AgentRun, agent_inputs, id_of, recorded_agent
-from mens_exp.training.wandb_rendering import beside_config, settings_of
+from mens_exp.training.wandb_rendering import config_entries, settings_of
 
 DRAWN = {"optim.lr": 0.000123, "backend": "lora"}
 
@@ -42,7 +42,7 @@ def test_what_an_agent_told_is_read_back_from_the_manifest(tmp_path):
     manifest = manifest_of(agent_inputs(told(file)))
     assert recorded_agent(manifest) == AgentRun("abc123", "swp456", "lab", "mine", DRAWN)
     assert id_of(RunDir(tmp_path), manifest) == "abc123"
-    assert beside_config(RunDir(tmp_path), manifest) == DRAWN
+    assert config_entries(RunDir(tmp_path), manifest) == DRAWN
 
 
 @pytest.mark.parametrize("missing", ["WANDB_RUN_ID", "WANDB_SWEEP_ID"])

@@ -274,7 +274,7 @@ def header_problems(header: Header, where: str) -> list[DataError]:
         where: the file, for messages.
     """
     layers, keys = header.layer_order, header.base_key_map
-    found = [] if layers else [DataError("no layer at all", where=f"{where}: layer_order")]
+    found = [] if layers else [DataError("contains no layers", where=f"{where}: layer_order")]
     found += [
         DataError("a layer without a base key", where=f"{where}: base_key_map", found=layer)
         for layer in layers

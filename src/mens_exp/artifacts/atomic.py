@@ -234,10 +234,10 @@ def _temporary_of(path: Path) -> Path:
     if path not in _cleared:  # once per target: a directory may hold very many files
         remove_stale(path.parent, path.name)
         _cleared.add(path)
-    return _beside(path, "tmp")
+    return _sibling(path, "tmp")
 
 
-def _beside(path: Path, kind: str) -> Path:
+def _sibling(path: Path, kind: str) -> Path:
     token = f"{_machine()}-{os.getpid()}-{secrets.token_hex(4)}"
     return path.with_name(f".{path.name}.{token}.{kind}")
 
@@ -246,7 +246,7 @@ def _swap(new: Path, path: Path) -> None:
     if not os.path.lexists(path):
         new.replace(path)
     else:
-        old = _beside(path, "old")
+        old = _sibling(path, "old")
         path.replace(old)
         try:
             new.replace(path)

@@ -376,7 +376,7 @@ class Inspection(StoredRecord):
                 "the outcome contradicts the recorded values",
                 where=f"{where}: {name}.checks[{number}].outcome",
                 found=str(check["outcome"]),
-                expected=f"{check['recorded']!r} beside {check['found']!r}",
+                expected=f"{check['recorded']!r} and {check['found']!r}",
             )
             for name, checks in named
             for number, check in enumerate(checks)

@@ -302,7 +302,7 @@ def _wrong(
         return
     odd = _unlike_its_kind(entry)
     if odd is not None:
-        yield DataError("the entry is not of its kind", where=where, found=odd)
+        yield DataError("the entry does not match its kind", where=where, found=odd)
         return
     whole = {name: value for name, value in entry.items() if name != "sha256"}
     if digest(whole) != entry["sha256"]:

@@ -300,4 +300,6 @@ class Samples(StoredRecord):
         """Return the items that occur twice."""
         names = [one["item_id"] for one in self.items]
         twice = sorted({name for name in names if names.count(name) > 1})
-        return [DataError("an item twice", where=f"{where}: items", found=one) for one in twice]
+        return [
+            DataError("an item occurs twice", where=f"{where}: items", found=one) for one in twice
+        ]

@@ -345,7 +345,7 @@ def read_document_losses(path: Path) -> list[DocumentLoss]:
         where = f"{path}:{number}"
         key = (one["condition"], one["item_id"])
         if key in seen:
-            problems.append(DataError("is there twice", where=where, found=one["item_id"]))
+            problems.append(DataError("occurs twice", where=where, found=one["item_id"]))
         if one["tokens"] < 1 or one["loss"] < 0:
             found = f"loss {one['loss']} over {one['tokens']} tokens"
             expected = "a loss of at least 0 over at least 1 token"

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mens_exp.errors import ConfigError
+from mens_exp.layout.modules import EXPERTS
 from mens_exp.layout.peft_format import Stack, stacks_of
-from mens_exp.layout.targets import EXPERTS, without_experts
+from mens_exp.layout.targets import without_experts
 from mens_exp.lora.method import Site, Start, delta, initialization_of, method_of
 from mens_exp.quant.bnb import dequantized, quantized_like
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from mens_exp.config.lora import LoraConfig
     from mens_exp.config.root import RunConfig
     from mens_exp.layout.families import Family
-    from mens_exp.layout.targets import LinearModule
+    from mens_exp.layout.modules import LinearModule
     from mens_exp.lora.method import AdapterMethod, Pair
     from mens_exp.model.stored_weights import StoredWeights
 
@@ -127,7 +128,7 @@ def _refuse_absent(modules: Sequence[LinearModule], paths: Iterable[str], family
             "a target is not a linear layer of the loaded model",
             where="lora.targets",
             found=f"{absent[0]}, and {len(absent) - 1} more",
-            expected="linear layers, of which routers and stacked experts are none",
+            expected="linear layers; routers and stacked experts are not supported",
             remedy=other_targets(family, there, absent),
         )
 

@@ -94,7 +94,7 @@ class FullBackend(NonPeftBackend, QloraBackend):
             where="backend",
             found="full",
             expected="a run of a backend with an adapter: qlora, lora, proxy or burn",
-            remedy="load the run's weights/ as a model of its own: model=hf model.id=<it>",
+            remedy="load the run's weights/ as a model: model=hf model.id=<it>",
         )
 
     def adapter(self, config: RunConfig) -> tuple[AdapterManifest, dict[str, np.ndarray]]:

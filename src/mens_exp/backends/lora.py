@@ -25,7 +25,7 @@ from mens_exp.lora.keyed import initialise, share_dropout
 from mens_exp.lora.linear import take_over
 from mens_exp.lora.method import AdapterMethod, Delta, stacked
 from mens_exp.model.quiet import quiet
-from mens_exp.quant.bnb import values_of
+from mens_exp.quant.layers import values_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from mens_exp.config.lora import LoraConfig
     from mens_exp.config.root import RunConfig
     from mens_exp.layout.families import Family
+    from mens_exp.layout.modules import LinearModule
     from mens_exp.layout.peft_format import Stack
-    from mens_exp.layout.targets import LinearModule
     from mens_exp.lora.keyed import KeyedDropout
     from mens_exp.lora.linear import SharedInput, Weights
     from mens_exp.lora.method import Start, Tensors

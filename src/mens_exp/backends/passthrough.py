@@ -32,7 +32,7 @@ from mens_exp.lora.keyed import key_of
 from mens_exp.lora.method import AdapterMethod, ByDefinition
 from mens_exp.model.quiet import quiet
 from mens_exp.quant.binding import binding_of, compute_dtype
-from mens_exp.quant.bnb import binding_that_holds
+from mens_exp.quant.layers import binding_that_holds
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from mens_exp.config.quant import QuantConfig
     from mens_exp.config.root import RunConfig
-    from mens_exp.layout.targets import LinearModule
+    from mens_exp.layout.modules import LinearModule
     from mens_exp.lora.method import Tensors
 
 with quiet():  # bitsandbytes, which PEFT imports, writes a notice about kernels for CPUs
@@ -228,7 +228,7 @@ def _field_problems(config: Mapping[str, Any]) -> Iterator[ConfigError]:
     own = "lora=all_linear" if name == "LORA" else f"lora={name.lower()}"
     if name.lower() in ADAPTERS.built_in:
         yield ConfigError(
-            f"PEFT's {name} has an option of its own here",
+            f"PEFT's {name} has a separate option here",
             where=f"lora.config.{_TYPE}",
             found=name,
             expected=own,

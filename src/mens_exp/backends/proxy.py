@@ -30,7 +30,7 @@ from mens_exp.layout.shape import HEAD, base_key, shape_of, stack_of
 from mens_exp.lora.keyed import HeadDropout, KeyedDropout, initialise
 from mens_exp.model.stored_weights import StoredWeights, mapped
 from mens_exp.quant.binding import compute_dtype
-from mens_exp.quant.bnb import quantizer_named
+from mens_exp.quant.layers import quantizer_named
 from mens_exp.quant.round_trip import round_trip
 
 if TYPE_CHECKING:

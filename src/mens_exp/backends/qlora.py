@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from mens_exp.artifacts import atomic
-from mens_exp.backends import frozen_base
+from mens_exp.backends import forward
 from mens_exp.backends.adapters import place_adapter, start_all, start_facts, start_from
 from mens_exp.backends.frozen_base import FrozenWeights, frozen_weights, load_base
 from mens_exp.backends.generation import greedy, trace
@@ -38,7 +38,7 @@ from mens_exp.model.liger import FusedHead, LigerKernels
 from mens_exp.model.stored_weights import StoredWeights
 from mens_exp.planning.kernels import reasons
 from mens_exp.quant.binding import compute_dtype
-from mens_exp.quant.bnb import (
+from mens_exp.quant.layers import (
     as_published,
     differs_in_evaluation,
     parameter_count,
@@ -162,7 +162,7 @@ class QloraBackend(torch.nn.Module):
             dropout.is_compiled = True
         try:
             self.compiled_layers.warm_up(lambda: self._passed_back(batch))
-        except frozen_base.MODEL_CODE_ERRORS as error:
+        except forward.MODEL_CODE_ERRORS as error:
             self._drop_gradients()
             self.compiled_layers.undo()
             self.compiled_layers = None
@@ -195,7 +195,7 @@ class QloraBackend(torch.nn.Module):
         """Return hidden states at the supervised positions, ``[M, D]``."""
         batch = with_virtual_tokens(batch, self.virtual_ids)
         with self._compute(), self.noise.over(batch.document_lengths):
-            return frozen_base.hidden_states(self.causal_lm, batch)
+            return forward.hidden_states(self.causal_lm, batch)
 
     def layer_states(
         self, batch: Batch, layers: Sequence[int]
@@ -203,12 +203,12 @@ class QloraBackend(torch.nn.Module):
         """Return the result of `forward`, and the states after the given layers, from 1."""
         batch = with_virtual_tokens(batch, self.virtual_ids)
         with self._compute(), self.noise.over(batch.document_lengths):
-            return frozen_base.layer_states(self.causal_lm, batch, layers)
+            return forward.layer_states(self.causal_lm, batch, layers)
 
     def head(self, hidden_MD: torch.Tensor) -> torch.Tensor:
         """Return logits ``[M, V]`` in the compute dtype, soft-capped if the model does so."""
         with self._compute():
-            return frozen_base.logits(self.causal_lm, hidden_MD)
+            return forward.logits(self.causal_lm, hidden_MD)
 
     @property
     def virtual_ids(self) -> list[int]:

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from mens_exp.backends.frozen_base import MODEL_CODE_ERRORS, published_config
+from mens_exp.backends.forward import MODEL_CODE_ERRORS
+from mens_exp.backends.frozen_base import published_config
 from mens_exp.backends.lora import ADAPTER, PEFT_LORA
 from mens_exp.errors import ModelFileError
 from mens_exp.layout.norms import VALUES
@@ -28,7 +29,7 @@ from mens_exp.lora.norms import TunedNorm
 from mens_exp.lora.prompt_tuning import PromptEmbedding
 from mens_exp.model.quiet import quiet
 from mens_exp.objective.causal import CrossEntropy
-from mens_exp.quant.bnb import quantized_linears, values_of
+from mens_exp.quant.layers import quantized_linears, values_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence

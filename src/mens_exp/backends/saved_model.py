@@ -27,11 +27,12 @@ if TYPE_CHECKING:
 
     import torch
 
-    from mens_exp.artifacts.adapter_v3 import AdapterProvenance, Quantizer
+    from mens_exp.artifacts.adapter_v3 import AdapterProvenance
+    from mens_exp.artifacts.quantizer_record import Quantizer
     from mens_exp.config.root import RunConfig
     from mens_exp.layout.families import Family
+    from mens_exp.layout.modules import LinearModule
     from mens_exp.layout.shape import Shape
-    from mens_exp.layout.targets import LinearModule
     from mens_exp.model.sources import BaseModel
 
 _RESIDUAL = (

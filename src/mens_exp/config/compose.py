@@ -24,17 +24,7 @@ from yaml import YAMLError
 
 from mens_exp.artifacts.digest import digest
 from mens_exp.artifacts.untrusted_input import parse_yaml
-from mens_exp.config.loader import (
-    SCHEMAS,
-    CachingLoader,
-    absent_specs,
-    admit_named,
-    copied,
-    is_added,
-    register,
-    schema_of,
-    shared_override,
-)
+from mens_exp.config.loader import CachingLoader, admit_named, copied, register, shared_override
 from mens_exp.config.model import default_tokenizer_of_random
 from mens_exp.config.optim import lr_beside
 from mens_exp.config.option_files import (
@@ -45,6 +35,7 @@ from mens_exp.config.option_files import (
 )
 from mens_exp.config.promotion import StudyConfig
 from mens_exp.config.root import MOVED, RunConfig, moved_to
+from mens_exp.config.schemas import SCHEMAS, absent_specs, is_added, schema_of
 from mens_exp.config.trainer import steps_beside
 from mens_exp.config.untrusted_config import our_targets, refuse_untrusted
 from mens_exp.config.user_config import CLASS_GROUPS, read_user_config, user_schema
@@ -281,7 +272,7 @@ def compose(cells: Sequence[Sequence[str]], *, first: int = 0) -> list[Composed]
             composed.append(
                 Composed(
                     overrides=tuple(overrides),
-                    values=_settled(_visible(config)),
+                    values=_with_resolved_values(_visible(config)),
                     choices={**_choices(config), **_lists(overrides)},
                     whole=config,
                     number=number,
@@ -293,7 +284,7 @@ def compose(cells: Sequence[Sequence[str]], *, first: int = 0) -> list[Composed]
     return composed
 
 
-def _settled(values: DictConfig) -> DictConfig:
+def _with_resolved_values(values: DictConfig) -> DictConfig:
     """Resolve interpolations in place, because the processes that receive it have no resolvers."""
     for group, key in _DEPENDENT:
         if OmegaConf.is_interpolation(values[group], key):
@@ -512,7 +503,7 @@ def _under_schemas(stored: DictConfig) -> DictConfig:
             }
         elif isinstance(node, DictConfig) and group not in SCHEMAS:
             if not isinstance(root.get(group), DictConfig):
-                raise TypeError(f"{group!s} is no mapping")
+                raise TypeError(f"{group!s} is not a mapping")
             root[group].merge_with(node)
         elif isinstance(node, DictConfig):
             root[group] = _under(_schema(str(group), node), node)

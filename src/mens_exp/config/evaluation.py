@@ -32,7 +32,7 @@ def _answered(config: Any) -> str:
 GRAPH_ANSWERS = Condition(
     holds=lambda config: not asks_a_server(config),
     words=_answered,
-    needs="eval.engine=hf, and a suite without models of its own",
+    needs="eval.engine=hf, and a suite without its own models",
     tasks=frozenset({"evaluate"}),
 )
 OWN_GRAPH_ANSWERS = Condition(
@@ -50,10 +50,10 @@ _SERVER_ANSWERS = Condition(
 
 def _left_open(name: str) -> Condition:
     """Return the condition that the suite does not fix a setting of `eval`."""
-    others = [spec.name for spec in SUITES.built_in.values() if name in spec.settles]
+    others = [spec.name for spec in SUITES.built_in.values() if name in spec.fixes]
     return Condition(
-        holds=lambda config: name not in config.suite.spec.settles,
-        words=lambda config: f"with suite={config.suite.name}, {config.suite.spec.settled_by}",
+        holds=lambda config: name not in config.suite.spec.fixes,
+        words=lambda config: f"with suite={config.suite.name}, {config.suite.spec.fixed_by}",
         needs=f"another suite than {' or '.join(others)}",
     )
 

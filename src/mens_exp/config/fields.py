@@ -170,8 +170,8 @@ class Declaration:
         read_by: tasks that read it, in addition to those that read the enclosing section.
         only_if: conditions without which it has no effect, in addition to the section's.
         even_if: conditions of the enclosing section that do not apply to it.
-        idle: the required value if `only_if` is not met, however it was set. A setting without
-            one, and a section, must then not be set on the command line.
+        idle: the required value if `only_if` is not met, however it was set; a tuple has several.
+            A setting without one, and a section, must then not be set on the command line.
     """
 
     doc: str = ""

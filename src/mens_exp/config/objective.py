@@ -122,7 +122,7 @@ class TokenObjective(CrossEntropyConfig):
         None,
         "Field of each row that its tokens' losses are multiplied by, a number of at least 0. The "
         "loss of a step is then Σ weight · loss / Σ weight over its learned tokens; a row of "
-        "weight 0 is left out. null weighs all alike.",
+        "weight 0 is left out. null weighs all equally.",
         example="weight",
     )
     dft: bool = setting(
@@ -334,7 +334,7 @@ class OverPairs(CrossEntropyConfig):
         "attends to the prompt in front of the chosen one. Losses and gradients are the same "
         "within rounding, but lora.dropout and objective.neftune_alpha draw other values.",
         only_if=(
-            when("data.packing", True, why="which puts each answer in a row of its own"),
+            when("data.packing", True, why="which puts each answer in a separate row"),
             unless("backend.name", "proxy", why="which knows no documents"),
         ),
         idle=False,

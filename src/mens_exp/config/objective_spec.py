@@ -231,7 +231,7 @@ class Infilling(EveryToken):
         """Yield errors unless there are three sentinel tokens and room for a text."""
         if seq_len < _SHORTEST:
             yield ConfigError(
-                "leaves no room for text besides the three tokens",
+                "leaves no room for text next to the three tokens",
                 where="data.seq_len",
                 found=seq_len,
                 expected=f"at least {_SHORTEST} under objective=fim",

@@ -29,9 +29,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mens_exp.artifacts.record import parse_json, read_bytes
 from mens_exp.config.fields import shown
-from mens_exp.config.loader import SET_BY_OPTION, is_open
+from mens_exp.config.loader import is_open
 from mens_exp.config.option_files import group_options, hydra_options
 from mens_exp.config.root import MOVED, moved_to
+from mens_exp.config.schemas import SET_BY_OPTION
 from mens_exp.config.suggestions import options_with, unknown_key
 from mens_exp.config.sweep import (
     EARLIER,

@@ -7,25 +7,29 @@ options. Accepted overrides are then composed cell by cell, and their values are
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
-import shlex
 from dataclasses import dataclass, field, is_dataclass, replace
-from pathlib import PurePath
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import RangeSweep
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from mens_exp.artifacts.credentials import looks_like_one
 from mens_exp.config.compose import Composed, compose, typed, unknown_key_in
 from mens_exp.config.fields import shown
-from mens_exp.config.option_files import Sources, group_options, sources_of
+from mens_exp.config.option_files import Sources, sources_of
+from mens_exp.config.override_parsing import (
+    OFF,
+    credentials_in,
+    first_line,
+    group_problems,
+    is_group,
+    is_hydra,
+    line_of,
+    parse_one,
+    parsed_override,
+)
 from mens_exp.config.override_values import (
     MAY_BE_UNSET,
     exists,
@@ -33,26 +37,21 @@ from mens_exp.config.override_values import (
     spelled_out,
     sweep_override_problems,
     value_problems,
-    values_of,
     with_moved_keys,
     with_nodes,
     without_joblib,
 )
 from mens_exp.config.root import RunConfig
-from mens_exp.config.suggestions import meant_by
 from mens_exp.config.sweep import IN_ORDER, sweeper_of
 from mens_exp.config.user_config import user_config_problems
-from mens_exp.config.validate import ineffective_overrides, problems_of, unread_overrides
+from mens_exp.config.validate import ineffective_overrides, overrides_not_read, problems_of
 from mens_exp.errors import ConfigError, MensError, NoEffectError, listed, nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from hydra.core.override_parser.types import Override
     from omegaconf import DictConfig
-
-
-_OFF = {"logger": "none", "suite": "none", "sandbox": "none"}  # options that disable a group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +120,7 @@ def check(
     if own:  # what ./conf adds is unknown until it is valid
         return Checked(cells=(), problems=own, general=own)
     texts = spelled_out(texts, multirun=multirun)
-    secrets = tuple(error for text in texts for error in _credentials(text))
+    secrets = tuple(error for text in texts for error in credentials_in(text))
     if secrets:  # any other message would print the value
         return Checked(cells=(), problems=secrets, general=secrets)
     texts, moved = with_moved_keys(texts, multirun=multirun)
@@ -131,19 +130,19 @@ def check(
     if multirun:
         texts = [*swept_by_config(texts, IN_ORDER), *texts]
     found: dict[str, list[MensError]] = {text: [] for text in texts}
-    overrides = [o for text in texts for o in _parsed(text, found[text], multirun=multirun)]
-    groups = [o for o in overrides if _is_group(o)]
+    overrides = [o for text in texts for o in parse_one(text, found[text], multirun=multirun)]
+    groups = [o for o in overrides if is_group(o)]
     for override in groups:
-        found[_line(override)] += _group_problems(override)
-    made = _references([o for o in groups if not found[_line(o)]])
+        found[line_of(override)] += group_problems(override)
+    made = _references([o for o in groups if not found[line_of(o)]])
     references = [one.values for one in made]
-    unsure = {o.key_or_group for o in groups if found[_line(o)]}
+    unsure = {o.key_or_group for o in groups if found[line_of(o)]}
     launcher = launcher_of(texts, multirun=multirun)
     good = []
     for override in overrides:
-        problems = found[_line(override)]
+        problems = found[line_of(override)]
         problems += sweep_override_problems(override, launcher=launcher, sweeper=sweeper_of(texts))
-        if not (_is_group(override) or _is_hydra(override)):
+        if not (is_group(override) or is_hydra(override)):
             problems += value_problems(override, references, unsure)
         if not problems and _has_place(override, references):
             good.append(override)
@@ -211,7 +210,7 @@ def chosen_sweeper(texts: Sequence[str]) -> str:
 def _composed_sweeper(texts: Sequence[str]) -> dict[str, Any]:
     """Compose a command without sweep overrides; return Hydra's sweeper node and its ``name``."""
     parsed = [override for text in texts if (override := parsed_override(text, [])) is not None]
-    plain = [_line(override) for override in parsed if not override.is_sweep_override()]
+    plain = [line_of(override) for override in parsed if not override.is_sweep_override()]
     try:
         return compose([plain])[0].sweeper
     except Exception:  # noqa: BLE001  # whatever is wrong is reported when the command is checked
@@ -222,187 +221,11 @@ def _unique(problems: Iterable[MensError]) -> tuple[MensError, ...]:
     return tuple({str(problem): problem for problem in problems}.values())
 
 
-def _credentials(text: str) -> Iterator[ConfigError]:
-    """Yield an error for an override with a credential, because every setting is recorded."""
-    told = looks_like_one(text)
-    if told is not None:
-        yield ConfigError(
-            "contains what looks like a credential",
-            where=text.partition("=")[0].lstrip("+~"),
-            found=told,
-            expected="no credential: every record of a run contains its settings",
-            remedy="give it in the environment, as HF_TOKEN, WANDB_API_KEY or OPENAI_API_KEY",
-        )
-
-
-_QUOTED_KEY = re.compile(r"""(['"])([^'"]*)\1\s*:""")
-
-
-def _parsed(text: str, problems: list[MensError], *, multirun: bool) -> list[Override]:
-    """Parse one override; invalid syntax, or a sweep without ``-m``, is added to the problems."""
-    override = parsed_override(text, problems)
-    if override is None:
-        return []
-    if override.is_sweep_override():
-        problems += _sweep_problems(override, multirun=multirun)
-    if "/" in override.key_or_group:
-        for value in values_of(override):
-            if isinstance(value, int | float | dict):
-                where, found = override.key_or_group, shown(value)
-                expected = "the name of an option"
-                problems.append(
-                    ConfigError("unknown option", where=where, found=found, expected=expected)
-                )
-    return [override]
-
-
-def parsed_override(text: str, problems: list[MensError]) -> Override | None:
-    """Parse one override; if it is invalid, add the problem and return None."""
-    try:
-        override: Override = _parser().parse_overrides([text])[0]
-    except HydraException as error:
-        quoted = f"quote special characters in the value ({_first_line(error)})"
-        bare = _QUOTED_KEY.sub(r"\2:", text)
-        if bare != text:
-            quoted = f"leave the keys of a mapping unquoted: {shlex.quote(bare)}"
-        remedy = quoted if "=" in text.lstrip("=") else meant_by(text)
-        expected = "key=value or group=option"
-        problems.append(
-            ConfigError("not an override", found=text, expected=expected, remedy=remedy)
-        )
-        return None
-    value = override.value()
-    if isinstance(value, RangeSweep) and value.step == 0:
-        where = override.key_or_group
-        problems.append(ConfigError("a range needs a step other than 0", where=where, found=text))
-        return None
-    return override
-
-
-@functools.cache
-def _parser() -> Any:
-    def options(group: str, results_filter: object = None) -> list[str]:
-        del results_filter
-        return list(group_options().get(group, ()))
-
-    # The only part of a config loader that an override needs, to expand glob(…).
-    loader: Any = SimpleNamespace(get_group_options=options)
-    return OverridesParser.create(config_loader=loader)
-
-
-def _sweep_problems(override: Override, *, multirun: bool) -> Iterator[ConfigError]:
-    where, found = override.key_or_group, _line(override)
-    value = found.partition("=")[2]
-    spelled = "" if '"' in value else ": " + shlex.quote(f'{where}="{value}"')
-    if not multirun:
-        yield ConfigError(
-            "several values need a sweep",
-            where=where,
-            found=found,
-            expected="one value, or -m to run them all",
-            remedy=f"add -m, or quote a value that contains a comma{spelled}",
-        )
-    elif not override.is_discrete_sweep() or getattr(override.value(), "shuffle", False):
-        # An interval has no list of values; Hydra would shuffle a list differently at run time.
-        yield ConfigError(
-            "a sweep must list its values, in order",
-            where=where,
-            found=found,
-            expected="a,b or choice(a,b), range(first,end), glob(pattern)",
-            remedy="draw from an interval with hydra/sweeper=optuna",
-        )
-
-
-def _line(override: Override) -> str:
-    assert override.input_line is not None, "the parser keeps what it read"
-    return override.input_line
-
-
-def _is_group(override: Override) -> bool:
-    is_mapping = isinstance(override.value(), dict)  # lora={r:8} sets values
-    return override.key_or_group in group_options() and not is_mapping
-
-
-def _is_hydra(override: Override) -> bool:
-    return override.key_or_group == "hydra" or override.is_hydra_override()
-
-
 def _has_place(override: Override, references: Sequence[DictConfig]) -> bool:
     """Return whether the key can be set; keys of a refused option may not exist."""
-    if _is_group(override) or _is_hydra(override):
+    if is_group(override) or is_hydra(override):
         return True
     return all(exists(reference, override.key_or_group) for reference in references)
-
-
-def _group_problems(override: Override) -> list[ConfigError]:
-    group, line = override.key_or_group, _line(override)
-    if override.is_delete():
-        if group in MAY_BE_UNSET:
-            return []
-        off = _OFF.get(group)
-        remedy = f"write {group}={off}" if off else f"choose an option, {group}=…"
-        return [ConfigError("every run needs this group", where=group, found=line, remedy=remedy)]
-    if override.is_add() or override.is_force_add() or override.package is not None:
-        listed = f"{group}=[default,{override.value()}]" if group == "callbacks" else f"{group}=…"
-        return [ConfigError("already exists", where=group, found=line, remedy=f"write {listed}")]
-    options = group_options()[group]
-    if override.value() == []:
-        off = {**_OFF, "callbacks": "minimal"}.get(group)
-        remedy = f"drop {line}" if off is None else f"write {group}={off}"
-        return [ConfigError("does not name an option", where=group, found=line, remedy=remedy)]
-    given = _options_given(override)
-    return [
-        ConfigError(
-            "unknown option",
-            where=group,
-            found=shown(value),
-            expected=_expected_option(shown(value), options),
-            remedy=_option_remedy(group, shown(value), nearest(shown(value), options))
-            if len(given) == 1 or not isinstance(override.value(), list)
-            else _list_remedy(group, given, value, nearest(shown(value), options)),
-        )
-        for value in given
-        if value not in options
-    ]
-
-
-def _options_given(override: Override) -> list[Any]:
-    """Return every option that the override names; a list composes several."""
-    if override.is_sweep_override():
-        if not override.is_discrete_sweep():
-            return []
-        return [text.strip("'\"") for text in override.sweep_string_iterator()]
-    value = override.value()
-    return list(value) if isinstance(value, list) else [value]
-
-
-_CLOSED = {"task", "sandbox"}  # groups without user classes
-
-
-def _option_remedy(group: str, value: str, close: str | None) -> str:
-    if group == "model" and "/" in value:  # a directory, or an id of the hub
-        return f"write {group}=hf {group}.id={value}"
-    if group == "data" and PurePath(value).suffix:
-        return f"write {group}=jsonl {group}.path={value}"
-    if group == "data" and value.count("/") == 1 and value[0] not in "./~":
-        return f"write {group}=hub {group}.id={value}"
-    if close is not None:
-        return f"write {group}={close}"
-    if group in _CLOSED:
-        return f"write {group}=<one of them>"
-    return f"write {group}=<one of them>, or add your own as ./conf/{group}/<name>.yaml"
-
-
-def _list_remedy(group: str, given: Sequence[Any], value: Any, close: str | None) -> str:
-    """Return the list with the unknown option replaced by the nearest one, or removed."""
-    others = [close if one == value else shown(one) for one in given]
-    return f"write {group}=[{','.join(one for one in others if one is not None)}]"
-
-
-def _expected_option(value: str, options: Sequence[str]) -> str:
-    close = nearest(value, options)
-    listed = f"one of {', '.join(options)}"
-    return f"{listed}; the nearest is {close}" if close else listed
 
 
 def _split(overrides: Sequence[Override]) -> list[list[str]]:
@@ -413,7 +236,7 @@ def _split(overrides: Sequence[Override]) -> list[list[str]]:
         if override.is_sweep_override():
             given[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
         else:
-            given[key] = [_line(override)]
+            given[key] = [line_of(override)]
     return [list(cell) for cell in itertools.product(*given.values())]
 
 
@@ -431,7 +254,7 @@ _IN_FILE = re.compile(r"In '([^']+)'")  # from Hydra's messages
 def _references(groups: Sequence[Override]) -> list[Composed]:
     """Compose every combination of options, as references for checking the command's values."""
     try:
-        return compose(_split([o for o in groups if not _is_hydra(o)]))
+        return compose(_split([o for o in groups if not is_hydra(o)]))
     except (HydraException, OmegaConfBaseException, OverflowError) as error:
         raise _unknown_in_file(error) or ConfigError(
             "the chosen options do not go together",
@@ -444,12 +267,12 @@ def _without_refused_hydra(
     overrides: tuple[Override, ...], problems: list[MensError]
 ) -> tuple[Override, ...]:
     """Drop the Hydra settings that Hydra rejects, so that the rest can still be checked."""
-    theirs = [o for o in overrides if _is_hydra(o)]
+    theirs = [o for o in overrides if is_hydra(o)]
     try:
         compose(_split(theirs)[:1])
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         problems.append(_refused_by_hydra(error))
-        return tuple(o for o in overrides if not _is_hydra(o))
+        return tuple(o for o in overrides if not is_hydra(o))
     return overrides
 
 
@@ -488,7 +311,7 @@ class _Given:
     @property
     def texts(self) -> list[str]:
         """The overrides, as typed."""
-        return [_line(override) for override in self.overrides]
+        return [line_of(override) for override in self.overrides]
 
 
 def _cells(
@@ -530,7 +353,7 @@ def _judged(
     told = [o.key_or_group for o in given.overrides if not _switches_off(o)]
     refused = given.named - {o.key_or_group for o in given.overrides}  # already reported
     problems = [problem for problem in problems_of(config) if problem.where not in refused]
-    problems += unread_overrides(
+    problems += overrides_not_read(
         config.task.name, [key for key in told if key not in idle], given.texts, path=config.path
     )
     problems += ineffective_overrides(config, keys)
@@ -542,7 +365,7 @@ def _switches_off(override: Override) -> bool:
     key = override.key_or_group
     if override.is_delete():
         return key in MAY_BE_UNSET
-    return not override.is_sweep_override() and override.value() == _OFF.get(key, override)
+    return not override.is_sweep_override() and override.value() == OFF.get(key, override)
 
 
 def _without_effect(problems: list[MensError], swept: frozenset[str]) -> tuple[str, ...]:
@@ -571,9 +394,9 @@ def _refused_by_hydra(error: Exception) -> ConfigError:
     cause = error.__cause__ or error
     key = getattr(cause, "full_key", None)
     if not key:
-        return ConfigError(_first_line(cause))
+        return ConfigError(first_line(cause))
     if not isinstance(cause, ConfigKeyError | ConfigAttributeError):
-        return ConfigError(_first_line(cause), where=key)
+        return ConfigError(first_line(cause), where=key)
     parent, _, name = key.rpartition(".")
     names = sorted(map(str, getattr(cause, "parent_node", None) or ()))
     close = nearest(name, names)
@@ -591,11 +414,6 @@ def _of_composing(error: BaseException) -> str:
     """Return an error's first line, and the next one if the first only announces it."""
     first, *more = [*str(error).splitlines(), ""]
     return f"{first} {more[0]}".strip() if first.endswith(":") else first
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def _required(key: str) -> ConfigError:

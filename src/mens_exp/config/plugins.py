@@ -270,12 +270,12 @@ def _failed(where: str, target: str, error: Exception) -> ConfigError:
     return ConfigError(
         "its module cannot be imported",
         where=where,
-        found=f"{target}: {told(error)}",
+        found=f"{target}: {error_text(error)}",
         expected="a module that imports",
     )
 
 
-def told(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     """Format an error of third-party code for a message: type, text, file and line."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:

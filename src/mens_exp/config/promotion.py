@@ -195,7 +195,7 @@ class EvalGatePolicy(PolicyConfig):
 
     name: str = "eval_gate"
     arm: str | None = setting(
-        None, "Arm to judge; null is the only one besides the reference.", example="tuned"
+        None, "Arm to judge; null is the only one that is not the reference.", example="tuned"
     )
     floors: dict[str, float] = setting(
         {

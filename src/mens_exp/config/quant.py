@@ -263,7 +263,7 @@ BUILT_IN: dict[str, QuantizerSpec] = {
                 f"hqq{bits}",
                 bits,
                 zero_point_bits=_F32,
-                binding=f"mens_exp.quant.hqq:HQQ{bits}",
+                binding=f"mens_exp.quant.package_codes:HQQ{bits}",
                 package="hqq",
                 weights_per_core_s=None,
             )
@@ -272,13 +272,13 @@ BUILT_IN: dict[str, QuantizerSpec] = {
         _codebook(
             "torchao4",
             4,
-            binding="mens_exp.quant.torchao:TORCHAO4",
+            binding="mens_exp.quant.package_codes:TORCHAO4",
             package="torchao",
             weights_per_core_s=None,
         ),
         QuantizerSpec(
             name="torchao8",
-            binding="mens_exp.quant.torchao:TORCHAO8",
+            binding="mens_exp.quant.package_codes:TORCHAO8",
             code_bits=8,
             is_made_again=True,
             settings=_OF_FORMAT,
@@ -367,7 +367,7 @@ class QuantType(Enum):
         return QUANTIZERS.named(self.value)
 
 
-UNLESS_TOLD = QuantType.nf4  # the default of 4-bit trainers
+DEFAULT_QUANTIZER = QuantType.nf4  # the default of 4-bit trainers
 
 
 class ComputeDtype(Enum):
@@ -389,7 +389,7 @@ _KEY = "quant.quant_type"
 
 
 def levels_are_read(config: Any) -> bool:
-    """Tell whether any quantizer that a configuration applies reads `quant.levels`."""
+    """Return whether any quantizer that a configuration applies reads `quant.levels`."""
     pattern = value_at(config, "quant.type_pattern") or {}
     compared = value_at(config, "attribute.quant_types") or []
     names = {value_at(config, _KEY), *map(plain, [*pattern.values(), *compared])}
@@ -429,7 +429,7 @@ class QuantConfig:
     """Quantization of the base: by bitsandbytes (QLoRA, arXiv:2305.14314), or by a codebook."""
 
     quant_type: QuantType = setting(
-        UNLESS_TOLD,
+        DEFAULT_QUANTIZER,
         "nf4 or fp4, four bits; int8, eight, one scale a row (LLM.int8, arXiv:2208.07339); nf2, "
         "nf3, nf5 to nf8, int2 to int7, uint2 to uint8, mxfp4 (OCP) or nvfp4 (NVIDIA), references "
         "in plain torch for comparisons; codebook, the levels of quant.levels; hqq2, hqq3, hqq4 or "
@@ -510,8 +510,8 @@ class QuantConfig:
     block_size_pattern: dict[str, int] = setting(
         {},
         "Block sizes of single modules, by target as in quant.skip: {mlp: 128, down_proj: 64}. "
-        "The last match counts. The values are those of block_size; formats with a block of "
-        "their own keep it.",
+        "The last match counts. The values are those of block_size; formats with a fixed "
+        "block keep it.",
         only_if=_BLOCKS,
         idle={},
         example="{mlp:128}",

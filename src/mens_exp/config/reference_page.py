@@ -30,15 +30,15 @@ from mens_exp.config.fields import (
     range_problems,
     shown,
 )
-from mens_exp.config.loader import SCHEMAS, SET_BY_OPTION, effect_of
 from mens_exp.config.option_files import config_directory, our_options
+from mens_exp.config.override_parsing import parsed_override
 from mens_exp.config.override_values import (
     spelled_out,
     sweep_override_problems,
     value_problems,
 )
-from mens_exp.config.overrides import parsed_override
 from mens_exp.config.root import RunConfig
+from mens_exp.config.schemas import SCHEMAS, SET_BY_OPTION, effect_of
 from mens_exp.config.sweep import LAUNCHERS, OPTUNA, OptunaSweeper
 from mens_exp.config.trainer import EarlyStoppingConfig
 from mens_exp.config.validate import TASK_READS

@@ -8,7 +8,7 @@ from enum import Enum
 
 from omegaconf import MISSING
 
-from mens_exp.config.fields import setting
+from mens_exp.config.fields import Condition, setting, value_at
 
 DEFAULT_WARMUP_FRAC = 0.05  # unverified guess; 3 steps of the main job's 60
 _DECIMALS = 9  # precision of fraction * steps: 0.07 * 100 is 7.000000000000001
@@ -23,6 +23,13 @@ class ScheduleKind(Enum):
     wsd = "wsd"
     one_cycle = "one_cycle"
     lr_range = "lr_range"
+
+
+_WARMS_UP = Condition(
+    holds=lambda config: value_at(config, "schedule.kind") != ScheduleKind.lr_range.value,
+    words=lambda _: "with schedule=lr_range, which begins at its lowest rate",
+    needs="another schedule",
+)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -46,6 +53,8 @@ class ScheduleConfig(AnySchedule):
         None,
         "Optimizer steps over which the rate rises to optim.lr; null: by fraction.",
         ge=0,
+        only_if=_WARMS_UP,
+        idle=(None, 0),
         contract=("exec.warmup_steps",),
         aliases={
             "warmup_steps": "Transformers and TRL, Axolotl and LLaMA-Factory",
@@ -57,6 +66,8 @@ class ScheduleConfig(AnySchedule):
         "The same as a share of the run's optimizer steps, rounded up; null: warmup_steps, and "
         f"{DEFAULT_WARMUP_FRAC:g} where neither is set.",
         ge=0,
+        only_if=_WARMS_UP,
+        idle=(None, 0),
         lt=1,
         aliases={"warmup_ratio": "Transformers and TRL, Axolotl and LLaMA-Factory"},
     )

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from omegaconf import OmegaConf
 
 from mens_exp.config.compose import compose
-from mens_exp.config.loader import SCHEMAS, declarations
 from mens_exp.config.option_files import group_options
+from mens_exp.config.schemas import SCHEMAS, declarations
 from mens_exp.config.task import TASKS
 from mens_exp.config.trainer import BY_CLASS, REFUSED
 from mens_exp.errors import ConfigError, MensError, listed, nearest
@@ -51,7 +51,7 @@ def unknown_key(key: str, found: str, leaves: Sequence[str]) -> ConfigError:
         return of_trainer
     if (inside := _of_one_logger(group, field, leaves)) is not None:
         return ConfigError(
-            "several loggers are chosen, and this is a key of one of them of them",
+            "several loggers are chosen, and this is a key of one of them",
             where=key,
             found=found,
             remedy=f"write {inside}={value}",

@@ -219,8 +219,8 @@ class SuiteSpec:
         path: the kind of path that it requires, ``file`` or ``directory``; None for none.
         asked_by: the external program that generates and judges answers, in words; None if we do.
         brings_models: whether its file names the models to score.
-        settles: settings of `eval` that it fixes, and that have no effect.
-        settled_by: completes the refusal of such a setting.
+        fixes: settings of `eval` that it fixes, and that have no effect.
+        fixed_by: completes the refusal of such a setting.
         figures: whether it reports metrics in addition to our KPIs.
         language: language of its answers as training rows; None if they are not code.
         title: the name of its answers in reports; None names the suite.
@@ -235,8 +235,8 @@ class SuiteSpec:
     path: str | None = None
     asked_by: str | None = None
     brings_models: bool = False
-    settles: frozenset[str] = frozenset()
-    settled_by: str = ""
+    fixes: frozenset[str] = frozenset()
+    fixed_by: str = ""
     figures: bool = False
     language: str | None = None
     title: str | None = None
@@ -373,8 +373,8 @@ SUITES = Registry(
                 suite="mens_exp.evals.harness_suite:Harness",
                 path="directory",
                 asked_by="lm-evaluation-harness",
-                settles=_SAMPLING | {"max_retries"},
-                settled_by="whose task files say it",
+                fixes=_SAMPLING | {"max_retries"},
+                fixed_by="whose task files say it",
                 figures=True,
             ),
             SuiteSpec(
@@ -383,8 +383,8 @@ SUITES = Registry(
                 suite="mens_exp.evals.scorecard_spec:SpecSuite",
                 path="file",
                 brings_models=True,
-                settles=_OF_CONDITIONS | {"max_retries"},
-                settled_by="which says it of each condition",
+                fixes=_OF_CONDITIONS | {"max_retries"},
+                fixed_by="which says it of each condition",
             ),
             SuiteSpec(name="none", schema=NoSuite),
         )

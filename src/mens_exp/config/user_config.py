@@ -140,7 +140,7 @@ def _file_problems(root: Path, file: Path) -> Iterator[ConfigError]:
             yield ConfigError(
                 "has the name of a built-in option, which would take precedence",
                 where=where,
-                expected="a name of its own",
+                expected="a different name",
                 remedy=f"rename it, and choose it with {group}=<its name>"
                 if len(file.parts) > 1
                 else "write what it sets into conf/experiment/<name>.yaml",

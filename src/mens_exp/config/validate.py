@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.fields import TRAINING, UNSET, declared, in_range, plain, range_problems, shown
-from mens_exp.config.loader import declarations, declarations_of
 from mens_exp.config.root import RunConfig
-from mens_exp.config.rules import corpus, data, graph, optim, suite, task, training
+from mens_exp.config.rules import data, graph, lora, optim, suite, task, training
+from mens_exp.config.schemas import declarations, declarations_of
 from mens_exp.config.task import TASKS
 from mens_exp.errors import ConfigError, MensError, NoEffectError
 
@@ -48,7 +48,7 @@ def problems_of(config: RunConfig) -> list[MensError]:
         optim.optim_problems,
         training.adapter_problems,
         data.data_problems,
-        graph.lora_problems,
+        lora.lora_problems,
         training.objective_problems,
         graph.backend_problems,
         graph.quant_problems,
@@ -60,7 +60,7 @@ def problems_of(config: RunConfig) -> list[MensError]:
         problems += graph.model_problems(config)
     problems += task.task_problems(config)
     problems += task.merge_problems(config)
-    problems += corpus.corpus_problems(config)
+    problems += data.corpus_problems(config)
     problems += suite.suite_problems(config)
     problems += task.compare_problems(config)
     problems += task.promote_problems(config)
@@ -75,13 +75,13 @@ def settings_read(values: Mapping[str, Any], task: str) -> dict[str, Any]:
         values: a configuration as plain data; unknown keys are kept.
         task: the task's name.
     """
-    paths = TASK_READS[task] | _read_beside(task, values.get("path"))
+    paths = TASK_READS[task] | _reads_from_command(task, values.get("path"))
     reads = {path.partition(".")[0] for path in paths} | {"seed", "task"}
     unread = RunConfig.__dataclass_fields__.keys() - reads
     return {name: value for name, value in values.items() if name not in unread}
 
 
-def unread_overrides(
+def overrides_not_read(
     name: str, keys: Iterable[str], texts: Sequence[str] = (), *, path: str | None = None
 ) -> list[MensError]:
     """List explicit overrides that the chosen task never reads.
@@ -92,7 +92,7 @@ def unread_overrides(
         texts: all overrides as typed, for the command that would be accepted.
         path: the run that the task reads; with ``base``, the model of the command is used.
     """
-    reads = TASK_READS[name] | _read_beside(name, path)
+    reads = TASK_READS[name] | _reads_from_command(name, path)
     unread: list[str] = []
     for key in keys:
         group = key.split(".", 1)[0].split("/", 1)[0]  # hydra/launcher is Hydra's, as hydra.run
@@ -121,7 +121,7 @@ def _tasks_that_read(key: str, name: str) -> str:
     return f"nothing: task={name} has no such setting"
 
 
-def _read_beside(name: str, path: str | None) -> frozenset[str]:
+def _reads_from_command(name: str, path: str | None) -> frozenset[str]:
     """Return the settings that a task reads from the command if `path` does not name a run."""
     if path == "base" and name != "export":
         return _READ_OF_THE_BASE | (frozenset({"data"}) if name == "evaluate" else frozenset())
@@ -136,14 +136,14 @@ def ineffective_overrides(config: RunConfig, keys: Iterable[str]) -> list[MensEr
     """List explicit overrides that have no effect given the rest of the configuration.
 
     Each is refused once, by the first condition that is not met. Overrides that the task does not
-    read are left to :func:`unread_overrides`.
+    read are left to :func:`overrides_not_read`.
 
     Args:
         config: the whole configuration.
         keys: override keys as given.
     """
     keys = list(keys)
-    unread = {one.where for one in unread_overrides(config.task.name, keys, path=config.path)}
+    unread = {one.where for one in overrides_not_read(config.task.name, keys, path=config.path)}
     problems: list[MensError] = []
     for key in keys:
         chain = declarations_of(config, key) if key not in unread else []
@@ -174,7 +174,8 @@ def _idle_values(config: RunConfig, node: Any, prefix: str = "") -> Iterator[Con
             if dataclasses.is_dataclass(entry):
                 yield from _idle_values(config, entry, f"{path}.{name}.")
         about = declared(type(node), field.name)
-        if about.idle is UNSET or value == about.idle or not in_range(field, value):
+        idle = about.idle if isinstance(about.idle, tuple) else (about.idle,)
+        if about.idle is UNSET or value in idle or not in_range(field, value):
             continue
         unmet = _unmet(config, about)
         if unmet is not None:
@@ -182,8 +183,8 @@ def _idle_values(config: RunConfig, node: Any, prefix: str = "") -> Iterator[Con
                 unmet.words(config),
                 where=path,
                 found=plain(value),
-                expected=f"{shown(plain(about.idle))}, or {unmet.needs}",
-                remedy=unmet.remedy or f"drop {path}, or set it to {shown(plain(about.idle))}",
+                expected=f"{' or '.join(shown(plain(one)) for one in idle)}, or {unmet.needs}",
+                remedy=unmet.remedy or f"drop {path}, or set it to {shown(plain(idle[0]))}",
             )
 
 

@@ -183,7 +183,9 @@ class Compiler:
         is_rust = language == "rust"
         limits = least_rust_limits(self._limits) if is_rust else self._limits
         programs = [_rust_program(pair) if is_rust else _python_program(pair) for pair in pairs]
-        return [_told(each) for each in run_all(self._sandbox, programs, limits, self._workers)]
+        return [
+            _failure_of(each) for each in run_all(self._sandbox, programs, limits, self._workers)
+        ]
 
 
 @functools.cache
@@ -212,7 +214,7 @@ def _rust_program(pair: TrainingPair) -> Program:
     )
 
 
-def _told(execution: Execution) -> str | None:
+def _failure_of(execution: Execution) -> str | None:
     """Return the compiler's first error line, or why the compiler was stopped."""
     if execution.outcome is Outcome.ok:
         return None

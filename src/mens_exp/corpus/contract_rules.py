@@ -78,7 +78,7 @@ def of_tokens(part: TokenPart, limits: ContractConfig, labelling: Labelling) -> 
             where="objective.labels",
             found=f"{part['answer_tokens_missed']} tokens of the documents' last answers",
             expected="every token of an answer that is within the limit",
-            remedy=f"{_SHOW}, and report it: masks do not stand where the answers are",
+            remedy=f"{_SHOW}, and report it: the masks do not match the answers",
         )
     foreign = _foreign(part)
     if rows.only_answers and foreign:
@@ -87,7 +87,7 @@ def of_tokens(part: TokenPart, limits: ContractConfig, labelling: Labelling) -> 
             where="objective.labels",
             found=f"{foreign} tokens",
             expected="assistant texts and their end markers alone",
-            remedy="report this: masks do not stand where the answers are",
+            remedy="report this: the masks do not match the answers",
         )
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 CONTAINED = 0.5  # share of an item's n-grams above which a row contains it; unverified guess
 _PROMPTS = 16  # documents whose prompts are compared: a wrong template affects all of them
 _MOST_ROWS = 2048  # searched for these documents
-_MOST_TOLD = 5
+_MOST_NAMED = 5
 MOST_ITEMS: Final = 10_000  # held-out rows indexed; measured: 300 MB at 100 words each
 _AT_ONCE: Final = 16_384  # rows per batch; unverified guess
 
@@ -68,7 +68,7 @@ def rows_part(
         both |= groups
     checked, otherwise = _prompts(rows.train, documents, encoder, labelling)
     return {
-        "groups_on_two_sides": sorted(both)[:_MOST_TOLD],
+        "groups_on_two_sides": sorted(both)[:_MOST_NAMED],
         "rows_on_two_sides": apart,
         "conversations": trained.conversations,
         "repeated_answers": trained.repeated,
@@ -172,7 +172,7 @@ def overlap_part(
         "contained": contained,
         "contained_frac": round(contained / len(index), 6) if len(index) else 0.0,
         "rows_sharing": sharing,
-        "worst": ordered[:_MOST_TOLD],
+        "worst": ordered[:_MOST_NAMED],
     }
 
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.data import MixData, OnBadRow
-from mens_exp.config.data_sources import GivenData
-from mens_exp.config.mix import sources_of
-from mens_exp.config.plugins import told
+from mens_exp.config.data_sources import GivenData, sources_of
+from mens_exp.config.plugins import error_text
 from mens_exp.corpus.row_files import RowsFile
 from mens_exp.errors import DataError
 from mens_exp.rows.decode import Located
@@ -144,5 +143,8 @@ def _several(name: str, rows: Any) -> Any:
 
 def _failed(where: str, error: Exception) -> DataError:
     return DataError(
-        "failed to return its rows", where=where, found=told(error), expected="rows, and no error"
+        "failed to return its rows",
+        where=where,
+        found=error_text(error),
+        expected="rows, and no error",
     )

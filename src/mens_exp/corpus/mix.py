@@ -371,7 +371,7 @@ class RowStream:
             self._reader.bad.clear()
         first = readers.values() if self._epoch == self._number == 0 else ()
         absent = [one for each in first for one in each.absent_columns()]
-        Problems.raise_if(wrong.told(absent, "data", is_part=True))
+        Problems.raise_if(wrong.reported(absent, "data", is_part=True))
         return pairs, tuple(bad)
 
     def _refuse_too_many(self, bad: Sequence[BadRow]) -> None:

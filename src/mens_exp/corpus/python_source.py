@@ -101,7 +101,7 @@ def cut(lines: Sequence[str], node: DefinitionNode) -> str:
     doc = node.body[0]
     kept = [
         *lines[first - 1 : doc.lineno - 1],
-        *_beside(lines, doc),
+        *_next_to_docstring(lines, doc),
         *lines[_end(doc)[0] : _end(node)[0]],
     ]
     return "\n".join(_dedented(kept, indent))
@@ -172,7 +172,7 @@ def _split_at(line: str, column: int) -> tuple[str, str]:
     return data[:column].decode("utf-8"), data[column:].decode("utf-8")
 
 
-def _beside(lines: Sequence[str], doc: ast.stmt) -> list[str]:
+def _next_to_docstring(lines: Sequence[str], doc: ast.stmt) -> list[str]:
     """Return other code or comments on the lines of a docstring, as one line."""
     last, column = _end(doc)
     before, _ = _split_at(lines[doc.lineno - 1], doc.col_offset)

@@ -19,8 +19,7 @@ from mens_exp.config.data import (
     SyntheticData,
     WrittenData,
 )
-from mens_exp.config.data_sources import GivenData
-from mens_exp.config.mix import in_source, sources_of
+from mens_exp.config.data_sources import GivenData, in_source, sources_of
 from mens_exp.corpus import stdlib, synthetic
 from mens_exp.corpus.given_rows import read_given
 from mens_exp.corpus.mix import mixed

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.digest import digest
 from mens_exp.config.fields import Effect, shown
-from mens_exp.config.loader import effect_of
 from mens_exp.config.objective import OBJECTIVES
 from mens_exp.config.option_files import group_options
+from mens_exp.config.schemas import effect_of
 from mens_exp.errors import ConfigError, expected_name
 from mens_exp.evals.contrast import without_seed
 from mens_exp.planning.contract import recorded_digest
@@ -234,7 +234,7 @@ def _resumed(trial: Trial) -> list[str]:
 
 def measured_otherwise(trials: Sequence[Trial]) -> list[str]:
     """List differences in how runs were measured, other than the suite's items."""
-    tokens = _told(trial.settings.get(_LOSS_TOKENS) for trial in trials)
+    tokens = _distinct(trial.settings.get(_LOSS_TOKENS) for trial in trials)
     found = [f"losses are over other text: {_LOSS_TOKENS} is {tokens}"] if tokens else []
     limits = {str(trial.settings.get(_LOSS_LIMIT)) for trial in trials}
     if len(limits) > 1:
@@ -242,7 +242,7 @@ def measured_otherwise(trials: Sequence[Trial]) -> list[str]:
         found.append(f"losses are over other text: {_LOSS_LIMIT} is {told}")
     found += _asked_otherwise(trials)
     made = [trial.answering for trial in trials if trial.suite_digest is not None]
-    graded = _told(one.get("grading", _GRADED) for one in made)
+    graded = _distinct(one.get("grading", _GRADED) for one in made)
     found += [f"answers were graded by different versions: {graded}"] if graded else []
     if not all(trial.answers_in_f32 for trial in trials):
         found += [f"{size}, and answers in bf16 depend on it" for size in unlike_sizes(trials)]
@@ -252,7 +252,7 @@ def measured_otherwise(trials: Sequence[Trial]) -> list[str]:
 def unlike_sizes(trials: Iterable[Trial]) -> list[str]:
     """List differences in the batches and caches used for generation."""
     made = [trial.answering for trial in trials if trial.suite_digest is not None]
-    told = {name: _told(one.get(name) for one in made) for name in _SIZES}
+    told = {name: _distinct(one.get(name) for one in made) for name in _SIZES}
     found = [f"suite.{name} is {values}" for name, values in told.items() if values]
     here = [one for one in made if one.get("engine", _ASKED["engine"]) == _ASKED["engine"]]
     if len({one.get("batching", _BATCHING) for one in here}) > 1:
@@ -260,7 +260,7 @@ def unlike_sizes(trials: Iterable[Trial]) -> list[str]:
     return found
 
 
-def _told(values: Iterable[Any]) -> str:
+def _distinct(values: Iterable[Any]) -> str:
     """Join distinct numbers; return an empty text if there is only one."""
     known = sorted({int(value) for value in values if value is not None})
     return " and ".join(map(str, known)) if len(known) > 1 else ""
@@ -288,7 +288,7 @@ def _drawn_otherwise(trials: Sequence[Trial]) -> list[str]:
         if trial.suite_digest is not None and trial.manifest.seed is not None:
             drawn.setdefault(trial.manifest.seed, set()).add(trial.answering.get("seed", 0))
     return [
-        f"answers of seed {seed} were drawn with other numbers: eval.seed is {_told(values)}"
+        f"answers of seed {seed} were drawn with other numbers: eval.seed is {_distinct(values)}"
         for seed, values in sorted(drawn.items())
         if len(values) > 1
     ]

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from mens_exp.artifacts.attribution import name_in_layer
-from mens_exp.backends.frozen_base import hidden_states, logits
+from mens_exp.backends.forward import hidden_states, logits
 from mens_exp.evals.logit_comparison import LogitComparison
 from mens_exp.quant.round_trip import Variant, activation_error, sqnr_db, stored_as
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         WholeRecord,
     )
     from mens_exp.data.batch import Batch
-    from mens_exp.layout.targets import LinearModule
+    from mens_exp.layout.modules import LinearModule
 
 
 Choice = TypeVar("Choice", bound="str | int")

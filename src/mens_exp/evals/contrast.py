@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.fields import Effect
-from mens_exp.config.loader import contract_parts, effect_of
+from mens_exp.config.schemas import contract_parts, effect_of
 from mens_exp.planning.contract import recorded_digest
 from mens_exp.planning.extension import extension_words
 
@@ -76,7 +76,7 @@ def guard(
     made = applied(mine, without_seed(reference["contract"]), factors, implied)
     found = [*_other_settings(mine, made), *_extended_apart(arm["contract"], reference["contract"])]
     if not found and recorded_digest(made) != recorded_digest(mine):
-        found = ["a part of the contract that no setting tells"]
+        found = ["a part of the contract that no setting explains"]
     hashes = dict(arm["inputs"]), dict(reference["inputs"])
     names = sorted((hashes[0].keys() | hashes[1].keys()) - _LATER) + sorted(
         hashes[0].keys() & hashes[1].keys() & _LATER
@@ -233,7 +233,7 @@ def _environment(arm: Mapping[str, Any], reference: Mapping[str, Any]) -> Iterab
     for name in sorted(packages[0].keys() | packages[1].keys()):
         one, other = packages[0].get(name), packages[1].get(name)
         if one != other:
-            yield f"{name} {one or 'absent'} beside {other or 'absent'}"
+            yield f"{name} {one or 'absent'} and {other or 'absent'}"
     for name, key in (("cpu", "model"), ("accelerators", None)):
         values = [side.get(name) for side in (arm, reference)]
         if key is not None:

@@ -402,7 +402,7 @@ def _registered(policy: BurnProductionPolicy, one: Evidence) -> Iterator[RuleRec
     if cycle is not None:
         yield _as_frozen(policy, one, cycle)
     yield rule_of(
-        "seeds of its own",
+        "separate seeds",
         one,
         observed=", ".join(map(str, one.shared_seeds)) or "none shared",
         threshold="none shared with an earlier cycle",

@@ -107,10 +107,10 @@ def recomputed(
         version = scorecard.generation.get("grading")
         said = "no version of grading is recorded" if version is None else f"version {version}"
         found.unverifiable.append(
-            _unread(scorecard, f"{said}, and this program grades by version {GRADING}")
+            _unverifiable(scorecard, f"{said}, and this program grades by version {GRADING}")
         )
     elif isinstance(suite, str):
-        found.unverifiable.append(_unread(scorecard, suite))
+        found.unverifiable.append(_unverifiable(scorecard, suite))
     else:
         if graded_digest(suite) == scorecard.suite_digest:
             found.problems += _misdeclared(scorecard, lines, f"{scorecard_path}: declared")
@@ -122,7 +122,7 @@ def recomputed(
     return found
 
 
-def _unread(scorecard: Scorecard, why: str) -> str:
+def _unverifiable(scorecard: Scorecard, why: str) -> str:
     """Describe why the answers and the suite's declarations of KPIs were not read again."""
     own = ", ".join(sorted(scorecard.declared))
     taken = f"; unit and direction of {own} are taken as recorded" if own else ""
@@ -324,7 +324,7 @@ def _answers(
             )
         else:
             what = f"suite={suite.name}, read from where the run had it, is another one now"
-            found.unverifiable.append(_unread(scorecard, what))
+            found.unverifiable.append(_unverifiable(scorecard, what))
         return
     items = {item.id: item for item in suite.items}
     seen: dict[tuple[str, str], list[tuple[Line, Any]]] = {}

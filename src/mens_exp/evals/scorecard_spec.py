@@ -161,7 +161,7 @@ class SpecSuite(Suite):
     """The tasks of a specification."""
 
     spec: Spec
-    beside: Path | None = None  # the directory that paths of fixtures are relative to
+    directory: Path | None = None  # the directory that paths of fixtures are relative to
     name: str = "scorecard_spec"
 
     @classmethod
@@ -170,7 +170,7 @@ class SpecSuite(Suite):
         del calls_functions  # the suite calls none
         assert settings.path is not None, "validation has asked for it"
         path = Path(settings.path).expanduser()
-        return cls(spec=read_spec(path), beside=path.parent)
+        return cls(spec=read_spec(path), directory=path.parent)
 
     @property
     def items(self) -> list[Item]:
@@ -211,8 +211,8 @@ class SpecSuite(Suite):
         self, condition: SpecCondition, settings: ScorecardSpecSuite, sampling: EvalConfig
     ) -> Engine:
         if condition["mode"] == Mode.FIXTURE_FILE:
-            assert self.beside is not None, "it was read from a file"
-            return FixtureEngine(self.beside / condition["fixture"], self.spec["tasks"])
+            assert self.directory is not None, "it was read from a file"
+            return FixtureEngine(self.directory / condition["fixture"], self.spec["tasks"])
         return ServerEngine(
             base_url=condition["base_url"],
             model=condition["model_id"],

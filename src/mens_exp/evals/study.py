@@ -44,7 +44,7 @@ from mens_exp.evals.verdicts import (
     judge,
     noise_of,
 )
-from mens_exp.planning.contract import learned_settings
+from mens_exp.planning.learned_settings import learned_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

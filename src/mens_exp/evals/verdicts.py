@@ -369,13 +369,13 @@ def _verdict(record: KpiRecord, rule: Rule) -> tuple[Verdict, str]:
     if p >= rule.alpha:
         detail = _found(record, rule)
         if record["estimate"] and record["low"] == record["high"]:
-            detail = "; all differences are equal, which tells no spread"
-        return Verdict.NO_DIFFERENCE, f"{said}{_beside(record, rule)}{detail}"
+            detail = "; all differences are equal, so there is no spread"
+        return Verdict.NO_DIFFERENCE, f"{said}{_note_on_interval(record, rule)}{detail}"
     if record["direction"] == Direction.NONE:
         return Verdict.UNKNOWN, f"{said}, but neither way is better"
     is_better = (record["estimate"] > 0) == (record["direction"] == Direction.MAX)
     verdict = Verdict.BETTER if is_better else Verdict.WORSE
-    return verdict, f"{said}{_beside(record, rule)}"
+    return verdict, f"{said}{_note_on_interval(record, rule)}"
 
 
 def _found(record: KpiRecord, rule: Rule) -> str:
@@ -386,7 +386,7 @@ def _found(record: KpiRecord, rule: Rule) -> str:
     return f"; {len(record['seeds'])} seeds find {found} in {100 * rule.power:.6g}% of studies"
 
 
-def _beside(record: KpiRecord, rule: Rule) -> str:
+def _note_on_interval(record: KpiRecord, rule: Rule) -> str:
     """Explain an interval that seems to contradict the verdict."""
     low, high, p = record["low"], record["high"], record["p_holm"]
     assert p is not None, "a verdict has a p-value"
@@ -417,7 +417,7 @@ def unreachable(n: int, least: int, rule: Rule) -> str:
             f"{seeds} give a sign-flip p of at least {reached:.4g}, never {rule.strictest:.4g}; "
             f"{least} are needed"
         )
-    return f"{seeds} {'tells' if n == 1 else 'tell'} no spread; {least} are needed"
+    return f"{seeds} {'gives' if n == 1 else 'give'} no spread; {least} are needed"
 
 
 def _why_unknown(name: str, arm: ArmScores, reference: ArmScores) -> str:

@@ -17,9 +17,10 @@ import numpy as np
 
 from mens_exp.artifacts import adapter_v2, adapter_v3, atomic
 from mens_exp.artifacts.adapter_v2 import lower, write_adapter_v2
-from mens_exp.artifacts.adapter_v3 import levels_in, portable, write_adapter
+from mens_exp.artifacts.adapter_v3 import portable, write_adapter
 from mens_exp.artifacts.digest import refuse_changed_adapter
 from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.quantizer_record import levels_in
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.config.backend import LoraGraphConfig, QloraConfig
 from mens_exp.config.lora import ADAPTERS, LoraConfig, LoraVariant, PassthroughConfig
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     Tensors = Mapping[str, npt.NDArray[np.float32]]
     from collections.abc import Mapping
 
-    from mens_exp.artifacts.adapter_v3 import Quantizer
+    from mens_exp.artifacts.quantizer_record import Quantizer
     from mens_exp.config.root import RunConfig
     from mens_exp.layout.shape import Shape
     from mens_exp.model.sources import BaseModel
@@ -285,7 +286,7 @@ def _lora(manifest: AdapterManifest, shape: Shape) -> LoraConfig:
     ranks = {path_of[layer]: manifest.rank_of(layer) for layer in manifest.layer_order}
     has_rank = "rank_pattern" in spec.settings
     schema = PassthroughConfig if manifest.peft_config else spec.schema or LoraConfig
-    found = schema(
+    found: LoraConfig = schema(
         name="adapter",
         targets=list(ranks),
         r=manifest.rank,

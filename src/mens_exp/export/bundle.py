@@ -241,7 +241,7 @@ def _differences(run: RunDir) -> Iterator[MensError]:
     for name, expected in () if problems else sorted(listing["files"].items()):
         relative = Path(name)
         if relative.is_absolute() or ".." in relative.parts:
-            yield DataError("leads out of the bundle", where=str(run.bundle), found=name)
+            yield DataError("points outside the bundle", where=str(run.bundle), found=name)
             continue
         path = run.path / relative
         found = _hash(path, inside=run.path)
@@ -269,7 +269,7 @@ def _differences(run: RunDir) -> Iterator[MensError]:
 def _hash(path: Path, *, inside: Path) -> str:
     try:
         if not path.resolve().is_relative_to(inside.resolve()):
-            return "a link that leads out of the bundle"
+            return "a link that points outside the bundle"
         return sha256_file(path) if path.is_file() else "no such file"
     except ValueError:  # a null byte in a name
         return "no such file"
@@ -300,7 +300,7 @@ def login_problems() -> list[MensError]:
         return []
     return [
         SetupError(
-            "nobody is logged in to the Hugging Face hub",
+            "no account is logged in to the Hugging Face hub",
             where="task=push",
             found="no token",
             expected="a token that may write",

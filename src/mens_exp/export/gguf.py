@@ -245,7 +245,7 @@ def _refuse_second_head(layout: GgufLayout) -> None:
         if torch.equal(heads.get_tensor(second[0]), tables.get_tensor(embedding)):
             return
     raise ModelFileError(
-        "has a head of its own, and config.json ties it to the embedding",
+        "has an untied head, but config.json ties it to the embedding",
         where=f"{layout.directory.path}: lm_head.weight",
         remedy="set tie_word_embeddings to false in config.json, or merge again",
     )

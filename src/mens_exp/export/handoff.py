@@ -167,8 +167,8 @@ _UNSUPPORTED = {
     "use_dora": "DoRA",
     "modules_to_save": "modules that are saved whole",
     "target_parameters": "adapters on experts that are one tensor",
-    "rank_pattern": "a rank of its own for some layers",
-    "alpha_pattern": "an alpha of its own for some layers",
+    "rank_pattern": "a different rank for some layers",
+    "alpha_pattern": "a different alpha for some layers",
     "trainable_token_indices": "trained tokens",
 }
 _EMBEDDINGS = ("lm_head", "embed_tokens", "wte", "wpe")

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
-    from mens_exp.artifacts.adapter_v3 import Quantizer
+    from mens_exp.artifacts.quantizer_record import Quantizer
     from mens_exp.layout.adapter_base import Place
     from mens_exp.lora.method import Change
 
@@ -231,7 +231,7 @@ class MergedModel:
         unties: whether the head gets a separate weight.
         tokenizer: whether to copy the base's tokenizer; not if training used another one.
         chat_template: a file that replaces the base's own template.
-        told: lines for the model card, in Markdown.
+        card_lines: lines for the model card, in Markdown.
         model_card: model card of the run that trained the adapter.
     """
 
@@ -240,7 +240,7 @@ class MergedModel:
     unties: bool
     tokenizer: bool = True
     chat_template: Path | None = None
-    told: Sequence[str] = ()
+    card_lines: Sequence[str] = ()
     model_card: Path | None = None
 
 
@@ -292,7 +292,7 @@ def write_directory(
     if model.model_card is not None:
         shutil.copyfile(model.model_card, directory / "MODEL_CARD.md")
     title = f"{model.base.name.rpartition('/')[2]}, merged"
-    atomic.write_text(directory / "README.md", _card(model.base, title, model.told))
+    atomic.write_text(directory / "README.md", _card(model.base, title, model.card_lines))
 
 
 def write_base(directory: Path, base: BaseModel) -> None:
@@ -345,12 +345,12 @@ def _replace_template(directory: Path, template: Path) -> None:
             atomic.write_json(path, config)
 
 
-def _card(base: BaseModel, title: str, told: Sequence[str]) -> str:
+def _card(base: BaseModel, title: str, card_lines: Sequence[str]) -> str:
     head: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
     if base.source != "random":  # random weights are published nowhere
         head["base_model"] = base.name
     if base.license:
         head["license"] = base.license
     lines = ["---", yaml.safe_dump(head, sort_keys=True).rstrip(), "---", ""]
-    lines += [f"# {title}", "", *told, ""]
+    lines += [f"# {title}", "", *card_lines, ""]
     return "\n".join(lines)

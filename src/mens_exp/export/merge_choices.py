@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mens_exp.artifacts.adapter_v3 import ModuleQuantizer, Quantizer, quantizer_of
+from mens_exp.artifacts.quantizer_record import ModuleQuantizer, Quantizer, quantizer_of
 from mens_exp.config.lora import ADAPTERS
-from mens_exp.config.quant import QUANTIZERS, UNLESS_TOLD
+from mens_exp.config.quant import DEFAULT_QUANTIZER, QUANTIZERS
 from mens_exp.config.task import MergeBase, MergeMode
 from mens_exp.errors import Problems, RequestError
 from mens_exp.layout.adapter_base import (
@@ -21,9 +21,9 @@ from mens_exp.layout.adapter_base import (
     untied,
 )
 from mens_exp.layout.families import FAMILIES
+from mens_exp.layout.modules import linear_modules
 from mens_exp.layout.prequantized import CODES
 from mens_exp.layout.shape import HEAD, base_key
-from mens_exp.layout.targets import linear_modules
 from mens_exp.planning.messages import needs_verified_layout
 from mens_exp.planning.planner import SUBSET_MERGE
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mens_exp.artifacts.adapter_v3 import AdapterManifest
-    from mens_exp.config.lora import AdapterSpec
+    from mens_exp.config.lora_spec import AdapterSpec
     from mens_exp.config.quant import QuantizerSpec
     from mens_exp.config.task import MergeConfig
     from mens_exp.errors import MensError
@@ -289,11 +289,11 @@ def _head_problems(
         return [_nothing_to_untie("base_key_map names a weight of the head alone")]
     own_head = _has_own_head(inputs)
     if not asked.untie and own_head:
-        return [_nothing_to_untie("the base has a head of its own, which would not change")]
+        return [_nothing_to_untie("the base has an untied head, which would not change")]
     if not only_merged and own_head and is_table:
         return [
             RequestError(
-                "the adapter's head is the embedding table, and this base has a head of its own",
+                "the adapter's head is the embedding table, and this base has an untied head",
                 where="merge.mode",
                 found="full",
                 expected="subset: the merged projections alone",
@@ -357,7 +357,7 @@ def _base(inputs: MergeInputs, asked: MergeConfig) -> tuple[Quantizer | None, st
     if inputs.schema == "peft":
         return assumed, (
             f"nf4 values in blocks of {block}, double quantized: a PEFT directory does not "
-            "say what its base was, and this is what 4-bit trainers take unless told"
+            "say what its base was, and this is what 4-bit trainers use by default"
         )
     raise RequestError(
         "the adapter was trained on an unquantized base",
@@ -452,7 +452,7 @@ def _assumed(inputs: MergeInputs) -> Quantizer:
     quant = inputs.manifest.quant
     spec = QUANTIZERS.known(quant["base_quant"])
     if spec is None or not spec.is_quantized:
-        spec = UNLESS_TOLD.spec
+        spec = DEFAULT_QUANTIZER.spec
     is_bnb_4bit = spec.usual_double_quant
     dtype = "f32" if is_bnb_4bit and not is_peft else "bf16"
     return {

@@ -37,21 +37,21 @@ from mens_exp.layout.shape import HEAD
 from mens_exp.model.quiet import quiet
 from mens_exp.model.stored_weights import CodedRows
 from mens_exp.quant.binding import DTYPES
-from mens_exp.quant.bnb import quantized_linears, values_of
+from mens_exp.quant.layers import quantized_linears, values_of
 from mens_exp.quant.round_trip import round_trip
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from mens_exp.artifacts.adapter_v3 import Quantizer
+    from mens_exp.artifacts.quantizer_record import Quantizer
     from mens_exp.backends.proxy import ProxyBackend
     from mens_exp.backends.qlora import QloraBackend
     from mens_exp.config.root import RunConfig
     from mens_exp.config.task import BudgetConfig
     from mens_exp.export.certificate import Probe
     from mens_exp.layout.adapter_base import Place
-    from mens_exp.layout.targets import LinearModule
+    from mens_exp.layout.modules import LinearModule
     from mens_exp.lora.method import Change
     from mens_exp.model.sources import BaseModel
 

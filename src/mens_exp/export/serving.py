@@ -95,7 +95,7 @@ def address_problems(host: str, port: int) -> list[MensError]:
     except OSError as error:
         return [
             SetupError(
-                "this address cannot be listened on",
+                "cannot listen on this address",
                 where="serve.port" if port else "serve.host",
                 found=f"{host}:{port} ({error.strerror or error})",
                 expected="an address of this machine and a free port",

@@ -19,7 +19,7 @@ from mens_exp.artifacts.run_dir import RunDir, resolve
 from mens_exp.config.compose import from_yaml, typed
 from mens_exp.config.lora import ADAPTERS
 from mens_exp.config.model import HfModel
-from mens_exp.config.quant import UNLESS_TOLD, QuantType
+from mens_exp.config.quant import DEFAULT_QUANTIZER, QuantType
 from mens_exp.config.task import ExportFormat
 from mens_exp.errors import (
     ConfigError,
@@ -215,7 +215,7 @@ def conversion_of(config: RunConfig) -> Conversion:
     base = None
     if needs_base(place, form_of(config)):
         base = base_of((owner or config).model, cache_root())
-    quant = _told(config)
+    quant = _base_quant(config)
     if place.form == "peft" and owner is not None:
         quant = _quant(owner.quant.quant_type, double_quant=owner.quant.double_quant)
     return Conversion(place=place, base=base, quant=quant)
@@ -236,7 +236,7 @@ def conversion_problems(config: RunConfig, given: Iterable[str]) -> list[MensErr
         found += _without_effect(config, conversion, given)
         manifest, tensors = read(conversion.place, conversion.base, conversion.quant)
         if form_of(config) is ExportFormat.peft:
-            found += _unread_here(config, manifest)
+            found += _ineffective_here(config, manifest)
             return found
         light, _ = portable(manifest, tensors)
         if config.format is ExportFormat.v2:
@@ -249,7 +249,7 @@ def conversion_problems(config: RunConfig, given: Iterable[str]) -> list[MensErr
     return found
 
 
-def _unread_here(config: RunConfig, manifest: AdapterManifest) -> Iterator[MensError]:
+def _ineffective_here(config: RunConfig, manifest: AdapterManifest) -> Iterator[MensError]:
     """Yield a problem if no program can load the method's adapter in the chosen form."""
     spec = ADAPTERS.known(manifest.variant)
     only_lora = config.format is not ExportFormat.peft
@@ -289,18 +289,18 @@ def _without_effect(
         yield NoEffectError(
             "here",
             where=key,
-            found=f"{place.directory} tells how its base was quantized",
+            found=f"{place.directory} records how its base was quantized",
             expected="an adapter that does not: schema v2 or PEFT's form",
         )
 
 
-def _told(config: RunConfig) -> Quant | None:
-    told = config.export
-    if told.base_quant is None and told.double_quant is None:
+def _base_quant(config: RunConfig) -> Quant | None:
+    asked = config.export
+    if asked.base_quant is None and asked.double_quant is None:
         return None
-    base_quant = told.base_quant or UNLESS_TOLD
+    base_quant = asked.base_quant or DEFAULT_QUANTIZER
     usual = base_quant.spec.usual_double_quant
-    double_quant = usual if told.double_quant is None else told.double_quant
+    double_quant = usual if asked.double_quant is None else asked.double_quant
     return _quant(base_quant, double_quant=double_quant)
 
 

@@ -18,9 +18,9 @@ from mens_exp.layout import hub
 from mens_exp.layout.checkpoint_files import read_directory, read_headers
 from mens_exp.layout.families import FAMILIES
 from mens_exp.layout.model_cache import ready_directory
+from mens_exp.layout.modules import every_module, weight_shape
 from mens_exp.layout.prequantized import CODES
 from mens_exp.layout.shape import HEAD, base_key, shape_of
-from mens_exp.layout.targets import every_module, weight_shape
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -29,12 +29,13 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from mens_exp.artifacts.adapter_v3 import AdapterManifest, Quantizer
+    from mens_exp.artifacts.adapter_v3 import AdapterManifest
+    from mens_exp.artifacts.quantizer_record import Quantizer
     from mens_exp.config.model import ModelConfig
     from mens_exp.errors import MensError
     from mens_exp.layout.checkpoint_files import TensorInfo
+    from mens_exp.layout.modules import LinearModule
     from mens_exp.layout.shape import Shape
-    from mens_exp.layout.targets import LinearModule
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -406,7 +406,7 @@ def _refuse_more_than_text(directory: ModelDirectory, model_type: str) -> None:
         where=f"{directory.path}: config.json: model_type",
         found=f"{model_type}, whose text_config is of {inner}",
         expected=f"a text-only model, of model_type {inner}{examples}",
-        remedy="choose one, or save the text part alone as a model of its own",
+        remedy="choose one, or save the text part as a separate model",
     )
 
 

@@ -24,6 +24,7 @@ from mens_exp.config.lora import ADAPTERS, PEFT_FLAGS
 from mens_exp.errors import DataError, ModelFileError, Problems
 from mens_exp.layout import norms
 from mens_exp.layout.checkpoint_files import read_header
+from mens_exp.layout.modules import expert_modules
 from mens_exp.layout.peft_format import (
     CONFIG_NAME,
     PeftSettings,
@@ -33,7 +34,7 @@ from mens_exp.layout.peft_format import (
     stacks_of,
 )
 from mens_exp.layout.shape import HEAD, logical_name
-from mens_exp.layout.targets import expert_modules, shortest_names
+from mens_exp.layout.targets import shortest_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -45,8 +46,8 @@ if TYPE_CHECKING:
     from mens_exp.layout.adapter_base import AdapterBase
     from mens_exp.layout.checkpoint_files import TensorInfo
     from mens_exp.layout.families import Family
+    from mens_exp.layout.modules import LinearModule
     from mens_exp.layout.peft_format import Stack
-    from mens_exp.layout.targets import LinearModule
 
     Tensors = dict[str, npt.NDArray[np.float32]]
 

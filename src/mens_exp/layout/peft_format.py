@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from mens_exp.layout.targets import LinearModule
+    from mens_exp.layout.modules import LinearModule
 
     Tensors = Mapping[str, npt.NDArray[np.float32]]
 

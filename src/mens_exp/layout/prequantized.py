@@ -120,7 +120,7 @@ _OF_CACHE: Final = re.compile(r"\.([qkv]|kv)_(scale|zero_point)$")
 
 
 def is_of_cache(name: str) -> bool:
-    """Tell whether a tensor is a scale for a quantized KV cache, which only servers use."""
+    """Return whether a tensor is a scale for a quantized KV cache, which only servers use."""
     return _OF_CACHE.search(name) is not None
 
 
@@ -144,7 +144,7 @@ class StoredLayers:
     names: frozenset[str] | None
 
     def holds(self, path: str) -> bool:
-        """Tell whether a module of a decoder layer is one of them."""
+        """Return whether a module of a decoder layer is one of them."""
         names = (f"{path}.weight", f"{path.partition('.')[2]}.weight")
         return self.names is None or any(name in self.names for name in names)
 
@@ -165,20 +165,20 @@ def format_of(config: Mapping[str, Any], where: str) -> StoredFormat | None:
     if isinstance(named, dict) and method is None and _is_of_bitsandbytes(named):
         method = "bitsandbytes"
     if not isinstance(method, str) or method not in _READERS:
-        raise _unread(where, method, f"one of {', '.join(sorted(_READERS))}")
+        raise _unsupported(where, method, f"one of {', '.join(sorted(_READERS))}")
     try:
         return _READERS[method](named, where)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         found = f"{type(error).__name__}: {error}"
-        raise _unread(where, found, f"the settings of {method}") from error
+        raise _unsupported(where, found, f"the settings of {method}") from error
 
 
 def _is_of_bitsandbytes(named: Mapping[str, Any]) -> bool:
-    """Tell whether settings are bitsandbytes', whose name early transformers did not write."""
+    """Return whether settings are bitsandbytes', whose name early transformers did not write."""
     return bool(named.get("load_in_4bit") or named.get("load_in_8bit"))
 
 
-def _unread(where: str, found: Any, expected: str) -> ModelFileError:
+def _unsupported(where: str, found: Any, expected: str) -> ModelFileError:
     return ModelFileError(
         "unsupported quantization format",
         where=f"{where}: config.json: quantization_config",
@@ -190,7 +190,7 @@ def _unread(where: str, found: Any, expected: str) -> ModelFileError:
 
 def _word_bits(found: int, where: str) -> int:
     if found not in _WORD_CODES:
-        raise _unread(where, f"{found} bits", "2, 4 or 8 bits")
+        raise _unsupported(where, f"{found} bits", "2, 4 or 8 bits")
     return found
 
 
@@ -207,11 +207,13 @@ def _positive(size: Any) -> int:
 def _gptq(named: dict[str, Any], where: str) -> StoredFormat:
     layout = named.get("checkpoint_format") or named.get("format") or "gptq"
     if layout not in {"gptq", "gptq_v2"}:
-        raise _unread(where, f"checkpoint_format {layout}", "gptq or gptq_v2")
+        raise _unsupported(where, f"checkpoint_format {layout}", "gptq or gptq_v2")
     if named.get("dynamic"):
-        raise _unread(where, "dynamic, which has settings of single layers", "one for all layers")
+        raise _unsupported(
+            where, "dynamic, which has settings of single layers", "one for all layers"
+        )
     if named.get("lm_head"):
-        raise _unread(where, "lm_head true", "a head that is not quantized")
+        raise _unsupported(where, "lm_head true", "a head that is not quantized")
     return StoredFormat(
         method="gptq",
         layout=layout,
@@ -228,10 +230,10 @@ def _gptq(named: dict[str, Any], where: str) -> StoredFormat:
 def _awq(named: dict[str, Any], where: str) -> StoredFormat:
     layout = str(named.get("version", "gemm")).lower()
     if layout != "gemm":
-        raise _unread(where, f"version {layout}", "gemm")
+        raise _unsupported(where, f"version {layout}", "gemm")
     bits = named["bits"] if "bits" in named else named["w_bit"]
     if bits != _FOUR:
-        raise _unread(where, f"{bits} bits", "4 bits")
+        raise _unsupported(where, f"{bits} bits", "4 bits")
     return StoredFormat(
         method="awq",
         bits=bits,
@@ -245,7 +247,7 @@ def _awq(named: dict[str, Any], where: str) -> StoredFormat:
 
 def _fp8(named: dict[str, Any], where: str) -> StoredFormat:
     if named.get("fmt", "e4m3") != "e4m3":
-        raise _unread(where, f"fmt {named['fmt']}", "e4m3")
+        raise _unsupported(where, f"fmt {named['fmt']}", "e4m3")
     block = named.get("weight_block_size")
     return StoredFormat(
         method="fp8",
@@ -272,7 +274,7 @@ def _bitsandbytes(named: dict[str, Any], where: str) -> StoredFormat:
         )
     kind = named.get("bnb_4bit_quant_type", "fp4")
     if kind not in _FOUR_BIT_KINDS:
-        raise _unread(where, f"bnb_4bit_quant_type {kind}", "nf4 or fp4")
+        raise _unsupported(where, f"bnb_4bit_quant_type {kind}", "nf4 or fp4")
     nested = ("weight.nested_absmax", "weight.nested_quant_map")
     return StoredFormat(
         method="bitsandbytes",
@@ -289,12 +291,12 @@ def _bitsandbytes(named: dict[str, Any], where: str) -> StoredFormat:
 def _compressed(named: dict[str, Any], where: str) -> StoredFormat:
     schemes = list(named["config_groups"].values())
     if len(schemes) != 1:
-        raise _unread(where, f"{len(schemes)} config_groups", "one scheme for all layers")
+        raise _unsupported(where, f"{len(schemes)} config_groups", "one scheme for all layers")
     (scheme,) = schemes
     weight, layout = scheme["weights"], scheme.get("format") or named["format"]
     sparsity = (named.get("sparsity_config") or {}).get("format", "dense")
     if sparsity != "dense":
-        raise _unread(where, f"sparsity_config.format {sparsity}", "dense weights")
+        raise _unsupported(where, f"sparsity_config.format {sparsity}", "dense weights")
     bits, kind, strategy = weight["num_bits"], weight["type"], weight["strategy"]
     known = {
         "nvfp4-pack-quantized": (4, "float"),
@@ -303,7 +305,9 @@ def _compressed(named: dict[str, Any], where: str) -> StoredFormat:
         "int-quantized": (8, "int"),
     }.get(layout, (bits, kind))
     if layout not in {*_PACKED, *_PLAIN} or (bits, kind) != known:
-        raise _unread(where, f"{layout} of {bits} bits, {kind}", ", ".join((*_PACKED, *_PLAIN)))
+        raise _unsupported(
+            where, f"{layout} of {bits} bits, {kind}", ", ".join((*_PACKED, *_PLAIN))
+        )
     outputs, group = None, None
     if strategy == "block":
         outputs, group = map(_positive, weight["block_structure"])

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from mens_exp.artifacts.adapter_v3 import AdapterManifest, Quant, Quantizer
+    from mens_exp.artifacts.adapter_v3 import AdapterManifest, Quant
+    from mens_exp.artifacts.quantizer_record import Quantizer
     from mens_exp.layout.families import Family
 
 _WHERE = "lora.init_from"

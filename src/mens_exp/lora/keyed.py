@@ -18,7 +18,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from mens_exp.layout.targets import LinearModule
+    from mens_exp.layout.modules import LinearModule
 
 # The generators of masks, as records name them.
 SFC64 = "SFC64, 15 bits"

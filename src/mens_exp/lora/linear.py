@@ -26,7 +26,7 @@ from mens_exp.model.kernels import add_product, linear, product, products_dtype
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from mens_exp.layout.targets import LinearModule
+    from mens_exp.layout.modules import LinearModule
 
 
 class Weights(Protocol):

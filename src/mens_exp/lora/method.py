@@ -31,10 +31,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from mens_exp.config.lora import AdapterSpec, InitSpec, LoraConfig
+    from mens_exp.config.lora import LoraConfig
+    from mens_exp.config.lora_spec import AdapterSpec, InitSpec
     from mens_exp.config.root import RunConfig
     from mens_exp.layout.families import Family
-    from mens_exp.layout.targets import LinearModule
+    from mens_exp.layout.modules import LinearModule
     from mens_exp.lora.linear import Weights
 
 # measured: SmolLM2-135M, r 16, for weights and for quantization errors: the remaining error is

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from mens_exp.config.lora import LoraConfig
     from mens_exp.layout.families import Family
-    from mens_exp.layout.targets import LinearModule
+    from mens_exp.layout.modules import LinearModule
     from mens_exp.lora.method import Tensors
 
 

@@ -24,7 +24,7 @@ from mens_exp.lora.method import AdaptedLayer, AdapterMethod
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from mens_exp.layout.targets import LinearModule
+    from mens_exp.layout.modules import LinearModule
     from mens_exp.lora.method import Pair, Tensors
 
 _ADAPTER = "default"

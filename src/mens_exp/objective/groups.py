@@ -2,7 +2,7 @@
 
 The clipped ratio compares the model with the adapter that training starts from, which is the one
 that sampled the answers, token by token. Log-probabilities under it and under the base are computed
-once, before the first step (:mod:`mens_exp.training.policy_pass`), so that several steps on the
+once, before the first step (:mod:`mens_exp.training.precompute`), so that several steps on the
 same answers are corrected for what the earlier ones changed.
 
 Shapes: M supervised positions, S answers of a micro-batch, D documents and T supervised tokens of a

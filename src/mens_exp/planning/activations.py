@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING
 from mens_exp.config.backend import ProxyConfig
 from mens_exp.config.model import HfModel
 from mens_exp.layout import hub
+from mens_exp.layout.modules import linear_modules
 from mens_exp.layout.norms import BIAS
 from mens_exp.layout.shape import HEAD, ProxyStack, stack_of
-from mens_exp.layout.targets import chosen, linear_modules, pattern_values, target_problems
+from mens_exp.layout.targets import chosen, pattern_values, target_problems
 
 if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
+    from mens_exp.layout.modules import LinearModule
     from mens_exp.layout.shape import Shape
-    from mens_exp.layout.targets import LinearModule
 
 _F32 = 4  # bytes of an element
 _MASK = 1 / 8  # bytes of an element of the dropout mask on a CPU; a GPU regenerates the mask

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from mens_exp.config.plugins import target_at
 from mens_exp.config.schedule import OwnSchedule, ScheduleConfig
 from mens_exp.config.trainer import TUNING, Selection
-from mens_exp.planning.contract import RECORDING_CALLBACKS, Extension
+from mens_exp.planning.contract import Extension
+from mens_exp.planning.learned_settings import RECORDING_CALLBACKS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -55,7 +55,7 @@ def why_not_at_all(config: RunConfig, *, on_gpu: bool) -> str | None:
     if config.model.kernels is Kernels.torch:
         return "model.kernels=torch"
     if config.backend.name not in _BACKENDS:
-        return f"backend={config.backend.name} has a step of its own"
+        return f"backend={config.backend.name} has its own training step"
     if not on_gpu:
         return "the device is not a CUDA GPU"
     if not is_installed():

@@ -18,14 +18,13 @@ from mens_exp.config.objective_spec import LOGIT_BYTES, matched_layers
 from mens_exp.config.optim import LowRankConfig
 from mens_exp.config.quant import ComputeDtype, unquantized
 from mens_exp.config.trainer import Strategy
+from mens_exp.layout.modules import linear_modules, linear_weights
 from mens_exp.layout.shape import shape_of
 from mens_exp.layout.targets import (
     adapter_parameters,
     adapter_tensors,
     chosen,
     described,
-    linear_modules,
-    linear_weights,
     quantized_modules,
 )
 from mens_exp.planning.activations import BUCKET, modules_of, proxy_stack, saved_bytes
@@ -35,8 +34,8 @@ if TYPE_CHECKING:
 
     from mens_exp.config.quant import QuantConfig
     from mens_exp.config.root import RunConfig
+    from mens_exp.layout.modules import LinearModule
     from mens_exp.layout.shape import Shape
-    from mens_exp.layout.targets import LinearModule
     from mens_exp.planning.activations import Documents
 
 RANKS = "importance of ranks"  # of each value of the adapter, and two averages of it
@@ -229,7 +228,7 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
     components = {
         "base weights": round(frozen * (frozen_linears(config, shape) - dense) * bits / 8),
         **({EXPERTS_DENSE: frozen * dense * width} if dense else {}),
-        **_beside_residual(config, shape, bits),
+        **_original_weights(config, shape, bits),
         "embedding and head": frozen * shape.embedding_parameters * width,
         "adapter": parameters * _F32 + round(_copied(config, shape, parameters) * width),
         "gradients": parameters * _F32,
@@ -407,7 +406,7 @@ def _projections(config: RunConfig, shape: Shape, *, width: int) -> dict[str, in
     return {"shared projections": config.lora.spec.shared_bytes(found, width=width)}
 
 
-def _beside_residual(config: RunConfig, shape: Shape, bits: float) -> dict[str, int]:
+def _original_weights(config: RunConfig, shape: Shape, bits: float) -> dict[str, int]:
     """Return the memory of the original weights, if initialisation replaces them by a residual.
 
     An initialisation from gradients also holds these gradients until training begins.

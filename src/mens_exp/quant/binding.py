@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from mens_exp.artifacts.adapter_v3 import Quantizer
+    from mens_exp.artifacts.quantizer_record import Quantizer
     from mens_exp.config.quant import QuantConfig, QuantizerSpec
     from mens_exp.model.stored_weights import StoredWeights
 
@@ -81,7 +81,7 @@ class Binding:
         """
 
     def holds(self, module: torch.nn.Module) -> bool:
-        """Tell whether a module is a layer of this quantizer."""
+        """Return whether a module is a layer of this quantizer."""
         del module
         return False
 
@@ -135,7 +135,7 @@ class Binding:
         raise NotImplementedError
 
     def multiplies(self, layer: Any) -> bool:
-        """Tell whether the training forward is a product with :meth:`weight`, plus a bias."""
+        """Return whether the training forward is a product with :meth:`weight`, plus a bias."""
         del layer
         return False
 
@@ -144,12 +144,12 @@ class Binding:
         raise NotImplementedError
 
     def quantizes_inputs(self, layer: Any) -> bool:
-        """Tell whether a layer quantizes its inputs."""
+        """Return whether a layer quantizes its inputs."""
         del layer
         return False
 
     def differs_in_evaluation(self, layer: Any) -> bool:
-        """Tell whether other programs that load the base evaluate this layer differently."""
+        """Return whether other programs that load the base evaluate this layer differently."""
         del layer
         return False
 

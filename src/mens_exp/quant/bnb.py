@@ -8,17 +8,14 @@ Shapes of the self-test: B rows, I inputs, O outputs.
 from __future__ import annotations
 
 import functools
-from collections import Counter
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mens_exp.artifacts.adapter_v3 import ModuleQuantizer, Quantizer
-from mens_exp.config.quant import PATTERNS, ComputeDtype, QuantConfig, StorageDtype
-from mens_exp.layout.targets import linear_modules, otherwise_quantized
+from mens_exp.config.quant import QuantConfig, StorageDtype
 from mens_exp.model.quiet import quiet
 from mens_exp.quant.binding import (
     Binding,
@@ -26,7 +23,6 @@ from mens_exp.quant.binding import (
     as_linear,
     binding_of,
     compute_dtype,
-    loaded_bindings,
 )
 from mens_exp.quant.round_trip import FourBitRows
 
@@ -36,7 +32,7 @@ if TYPE_CHECKING:
 
     from transformers import BitsAndBytesConfig
 
-    from mens_exp.layout.shape import Shape
+    from mens_exp.artifacts.quantizer_record import Quantizer
     from mens_exp.model.stored_weights import StoredWeights
 
 INT8_THRESHOLD = 6.0  # arXiv:2208.07339, section 3.2, and the default of transformers
@@ -118,7 +114,7 @@ class _FourBit(_OfBitsandbytes):
             model.set_submodule(path, made)
 
     def holds(self, module: torch.nn.Module) -> bool:
-        """Tell whether a module is a 4-bit layer."""
+        """Return whether a module is a 4-bit layer."""
         return isinstance(module, _classes()[0])
 
     def keep_trainable(self, layers: Collection[Any]) -> None:
@@ -190,7 +186,7 @@ class _FourBit(_OfBitsandbytes):
         return FourBitRows(read, shape, quantizer).read
 
     def multiplies(self, layer: Any) -> bool:
-        """Tell whether the codes are as loaded; a CPU kernel for evaluation may repack them."""
+        """Return whether the codes are as loaded; a CPU kernel for evaluation may repack them."""
         state = _state(layer)
         return not getattr(state, "packing_format_for_cpu", False)
 
@@ -229,7 +225,7 @@ class _EightBit(_OfBitsandbytes):
         )
 
     def holds(self, module: torch.nn.Module) -> bool:
-        """Tell whether a module is an 8-bit layer."""
+        """Return whether a module is an 8-bit layer."""
         return isinstance(module, _classes()[1])
 
     def keep_trainable(self, layers: Collection[Any]) -> None:
@@ -249,7 +245,7 @@ class _EightBit(_OfBitsandbytes):
         return dequantized(layer.weight)
 
     def multiplies(self, layer: Any) -> bool:
-        """Tell whether inputs stay unquantized and the state holds the codes."""
+        """Return whether inputs stay unquantized and the state holds the codes."""
         return not self.quantizes_inputs(layer) and layer.state.CB is not None
 
     def weight(self, layer: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -259,11 +255,11 @@ class _EightBit(_OfBitsandbytes):
         return found.mul_(scales_O.unsqueeze(1).mul(1 / 127))
 
     def quantizes_inputs(self, layer: Any) -> bool:
-        """Tell whether a layer quantizes its inputs, as it does on a GPU."""
+        """Return whether a layer quantizes its inputs, as it does on a GPU."""
         return bool(layer.weight.device.type != "cpu")
 
     def differs_in_evaluation(self, layer: Any) -> bool:
-        """Tell whether the layer is on a CPU, where the library quantizes inputs in evaluation."""
+        """Return whether the layer is on a CPU, where the library quantizes evaluation inputs."""
         return not self.quantizes_inputs(layer)
 
     def as_published(self, layers: Collection[Any]) -> AbstractContextManager[None]:
@@ -318,176 +314,6 @@ def quantizing_on(device: torch.device) -> Iterator[None]:
 def _tensor(values: Any) -> torch.Tensor:
     found: torch.Tensor = values[0] if isinstance(values, list) else values
     return found
-
-
-def _bindings() -> tuple[Binding, ...]:
-    """Return bitsandbytes' bindings and the others that this process has loaded."""
-    others = (one for one in loaded_bindings() if one not in (FOUR_BIT, EIGHT_BIT))
-    return (FOUR_BIT, EIGHT_BIT, *others)
-
-
-def binding_that_holds(module: torch.nn.Module) -> Binding | None:
-    """Return the binding of a quantized module; None if the module is not quantized."""
-    return next((one for one in _bindings() if one.holds(module)), None)
-
-
-def quantized_linears(model: torch.nn.Module) -> dict[str, Any]:
-    """Return the quantized linear modules of a model, untyped, by path."""
-    return {name: m for name, m in model.named_modules() if binding_that_holds(m) is not None}
-
-
-def _by_binding(model: torch.nn.Module) -> dict[Binding, list[Any]]:
-    found: dict[Binding, list[Any]] = {}
-    for module in model.modules():
-        binding = binding_that_holds(module)
-        if binding is not None:
-            found.setdefault(binding, []).append(module)
-    return found
-
-
-def quantization_facts(
-    model: torch.nn.Module, usual: str | None = None, block: int | None = None
-) -> dict[str, Any]:
-    """Read back how a model's linear layers are stored.
-
-    Args:
-        model: transformers' model; may have PEFT layers.
-        usual: name of the quantizer to describe if there are several; None is the first layer's.
-        block: block size to describe if the layers of that quantizer differ.
-
-    Returns:
-        The facts of one layer, ``quantized_linears``, and, if quantizers or block sizes differ, the
-        number of layers of each as ``quantized_as`` and ``in_blocks_of``.
-    """
-    found = [b.facts(layer) for b, layers in _by_binding(model).items() for layer in layers]
-    if not found:
-        return {"quantized_linears": 0, "quant": "none"}
-    many = dict(Counter(one["quant"] for one in found))
-    blocks = Counter(str(one["block_size"]) for one in found if "block_size" in one)
-    named = [one for one in found if one["quant"] == usual] or found[:1]
-    return {
-        "quantized_linears": len(found),
-        **next((one for one in named if one.get("block_size") == block), named[0]),
-        **({"quantized_as": many} if len(many) > 1 else {}),
-        **({"in_blocks_of": dict(blocks)} if len(blocks) > 1 else {}),
-    }
-
-
-def parameter_count(model: torch.nn.Module) -> int:
-    """Count parameters, each once; a quantized layer counts its dequantized weights."""
-    layers = list(quantized_linears(model).values())
-    codes = {id(layer.weight) for layer in layers}
-    plain = sum(one.numel() for one in model.parameters() if id(one) not in codes)
-    return plain + sum(int(layer.in_features * layer.out_features) for layer in layers)
-
-
-def values_of(module: torch.nn.Module) -> torch.Tensor:
-    """Return the weight of a linear layer, dequantized if necessary, f32 ``[O, I]``."""
-    binding = binding_that_holds(module)
-    if binding is not None:
-        return binding.dequantized(module)
-    weight_OI: torch.Tensor = module.get_parameter("weight")
-    return weight_OI.float()
-
-
-def quantizer_named(
-    config: QuantConfig, *, rounded_to: ComputeDtype, skip: Sequence[str]
-) -> Quantizer:
-    """Describe the quantizer of the `quant` group for the record.
-
-    Args:
-        config: the `quant` group; it names a quantizer.
-        rounded_to: the dtype to which weights are rounded before quantization.
-        skip: paths of the projections that stay unquantized.
-    """
-    whole = {
-        **_module_quantizer(config),
-        "compute_dtype": config.compute_dtype.value,
-        "rounded_to": rounded_to.value,
-        "skip": list(skip),
-    }
-    return cast("Quantizer", whole)
-
-
-def _module_quantizer(config: QuantConfig) -> ModuleQuantizer:
-    found = ModuleQuantizer(
-        quant_type=config.quant_type.value,
-        block_size=config.block,
-        double_quant=config.double_quant,
-        library=binding_of(config.spec).library,
-    )
-    if "levels" in config.spec.settings:
-        found["levels"] = list(config.levels)
-    return found
-
-
-def quantizer_in(model: torch.nn.Module, config: QuantConfig, shape: Shape) -> Quantizer | None:
-    """Describe the quantizer of a causal model; unquantized layers are read from the graph.
-
-    Args:
-        model: transformers' model; may have PEFT layers.
-        config: the `quant` group that it was loaded with.
-        shape: shape of the model.
-
-    Returns:
-        The quantizer; None if nothing is quantized.
-    """
-    if not config.is_quantized:
-        return None
-    there = {path.removesuffix(".base_layer") for path in quantized_linears(model)}
-    inside = [one.path for one in linear_modules(shape) if one.layer is not None]
-    found = quantizer_named(
-        config,
-        rounded_to=config.compute_dtype,  # the loader's own cast
-        skip=[path for path in inside if path not in there],
-    )
-    if any(getattr(config, name) for name in PATTERNS):
-        found["modules"] = {
-            path: _module_quantizer(one) for path, one in otherwise_quantized(config, shape).items()
-        }
-    return found
-
-
-def keep_trainable(model: torch.nn.Module) -> None:
-    """Make quantized modules compute the same in evaluation as in training; keep their backward."""
-    for binding, layers in _by_binding(model).items():
-        binding.keep_trainable(layers)
-
-
-def keep_quantization_state(model: torch.nn.Module) -> None:
-    """Store the quantization state on 4-bit layers before sharding removes their weights' class.
-
-    For a weight gathered from shards, bitsandbytes reads the scales from the layer.
-    """
-    for module in quantized_linears(model).values():
-        module.quant_state = module.weight.quant_state
-
-
-def quantizes_inputs(model: torch.nn.Module) -> bool:
-    """Tell whether any layer of a model quantizes its inputs."""
-    return any(
-        binding.quantizes_inputs(layer)
-        for binding, layers in _by_binding(model).items()
-        for layer in layers
-    )
-
-
-def differs_in_evaluation(model: torch.nn.Module) -> bool:
-    """Tell whether other programs that load the quantized base evaluate it differently."""
-    return any(
-        binding.differs_in_evaluation(layer)
-        for binding, layers in _by_binding(model).items()
-        for layer in layers
-    )
-
-
-@contextmanager
-def as_published(model: torch.nn.Module) -> Iterator[None]:
-    """Within the context, evaluate as other programs that load the quantized base do."""
-    with ExitStack() as stack:
-        for binding, layers in _by_binding(model).items():
-            stack.enter_context(binding.as_published(layers))
-        yield
 
 
 def dequantized(weight: Any) -> torch.Tensor:

@@ -25,7 +25,7 @@ from mens_exp.quant.binding import DTYPES, Binding, RoundTrip, as_linear
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from mens_exp.artifacts.adapter_v3 import Quantizer
+    from mens_exp.artifacts.quantizer_record import Quantizer
     from mens_exp.config.quant import QuantConfig
 
 _E2M1_EXPONENT: Final = 2  # exponent of the largest level, 1.5 · 2²
@@ -439,7 +439,7 @@ class CodebookBinding(Binding):
         self.name = name
 
     def holds(self, module: torch.nn.Module) -> bool:
-        """Tell whether a module is a layer of this quantizer."""
+        """Return whether a module is a layer of this quantizer."""
         return isinstance(module, CodebookLinear) and module.name == self.name
 
     def facts(self, layer: Any) -> dict[str, Any]:

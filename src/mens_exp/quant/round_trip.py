@@ -26,7 +26,7 @@ from mens_exp.quant.codebook import NestedScales
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from mens_exp.artifacts.adapter_v3 import Quantizer
+    from mens_exp.artifacts.quantizer_record import Quantizer
 
 
 def round_trip(weight: torch.Tensor, quant: QuantConfig) -> RoundTrip:

@@ -350,7 +350,7 @@ def _interval(kpi: KpiRecord) -> str:
         return kpi["why"]
     count, said = len(kpi["seeds"]), wording.figure(kpi["estimate"], signed=True)
     if count == 1:
-        return f"{said} in 1 seed, which tells no interval"
+        return f"{said} in 1 seed, which gives no interval"
     if kpi["low"] is None:
         return f"{said} in {count} seeds, too few for an interval"
     if kpi["low"] == kpi["high"]:

@@ -58,7 +58,7 @@ def document(report: CorpusReport, steps: Sequence[Step] = ()) -> Document:
         next_steps(steps),
         made,
         Section("Lengths", drawn),
-        Section("", both, beside=True),
+        Section("", both, side_by_side=True),
         Section("Code", [_parsed(report), *_kinds(report)]),
         *[Section("Sources", one) for one in [_sources(report)] if one],
         Section(

@@ -186,7 +186,7 @@ class Section:
     tone: Tone = Tone.PLAIN
     folded: bool = False  # collapsed on a page
     count: int | None = None  # number of entries
-    beside: bool = False  # parts side by side if there is room
+    side_by_side: bool = False  # parts side by side if there is room
 
 
 Part: TypeAlias = Table | Facts | Plot | Note | Code | Item | Tally | Section

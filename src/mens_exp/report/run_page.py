@@ -63,7 +63,7 @@ def document(records: Records) -> Document:
         parts.append(sections.planned(records))
         headline = summary.headline(records)
     parts += [
-        Section("", [sections.ran(records), sections.went_in(records)], beside=True),
+        Section("", [sections.ran(records), sections.went_in(records)], side_by_side=True),
         *sections.data_contract(records),
         *sections.notes(records),
         sections.record(records),
@@ -117,7 +117,7 @@ def questions(records: Records) -> Section:
     """Return the summary."""
     is_over = records.status != "started"
     asked = [_learned(records), _trust(records), _cost(records)] if is_over else []
-    return Section("", [*asked, next_steps(steps(records))], name="questions", beside=True)
+    return Section("", [*asked, next_steps(steps(records))], name="questions", side_by_side=True)
 
 
 def _learned(records: Records) -> Section:

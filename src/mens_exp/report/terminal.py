@@ -307,13 +307,13 @@ def _item(part: Item, width: int, *, is_plain: bool, most: int) -> Iterator[Text
         return
     heads = [_answer_head(one) for one in part.answers]
     bodies = [_answer(one, each, most) for one in part.answers]
-    yield _beside(heads, each, "┬")
+    yield _in_columns(heads, each, "┬")
     for number in range(max(map(len, bodies))):
         drawn = [Text(body[number]) if number < len(body) else Text() for body in bodies]
-        yield _beside(drawn, each, "│")
+        yield _in_columns(drawn, each, "│")
 
 
-def _beside(texts: Sequence[Text], width: int, bar: str) -> Text:
+def _in_columns(texts: Sequence[Text], width: int, bar: str) -> Text:
     shown = Text()
     for number, text in enumerate(texts):
         text.truncate(width, overflow="ellipsis")

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mens_exp.config.loader import labels
 from mens_exp.config.objective import OBJECTIVES
 from mens_exp.config.override_values import override_of
+from mens_exp.config.schemas import labels
 
 if TYPE_CHECKING:
     from mens_exp.artifacts.manifest import Manifest

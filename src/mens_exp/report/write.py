@@ -67,12 +67,12 @@ def render_page(records: Records) -> str:
     return html.page(run_page.document(records))
 
 
-def render_card(records: Records, *, beside_adapter: bool = False) -> str:
+def render_card(records: Records, *, with_adapter: bool = False) -> str:
     """Render the model card of one run.
 
     Args:
         records: the run; missing values are shown with the reason.
-        beside_adapter: whether the card is for the directory of an exported PEFT adapter instead of
+        with_adapter: whether the card is for the directory of an exported PEFT adapter instead of
             the run directory.
 
     Returns:
@@ -92,8 +92,8 @@ def render_card(records: Records, *, beside_adapter: bool = False) -> str:
         "method": _method(records),
         "kind": "model" if _artifact(records) == "weights" else "adapter",
         "artifact": _artifact(records),
-        "place": "." if beside_adapter else "adapter/peft",
-        "of_place": "this directory" if beside_adapter else "inside the run directory",
+        "place": "." if with_adapter else "adapter/peft",
+        "of_place": "this directory" if with_adapter else "inside the run directory",
         "quant": "" if quant == "none" else quant,
         "results": markdown(run_page.results(records).parts[:1]).strip(),
         "unsafe": summary.unsafe(records),

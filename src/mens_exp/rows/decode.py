@@ -280,5 +280,5 @@ def _object(items: list[tuple[str, object]], where: str) -> dict[str, object]:
     row = dict(items)
     if len(row) < len(items):
         twice = Counter(key for key, _ in items).most_common(1)[0][0]
-        raise DataError(f"the key {twice!r} stands twice in one object", where=where)
+        raise DataError(f"the key {twice!r} occurs twice in one object", where=where)
     return row

@@ -216,7 +216,7 @@ class RowDocuments:
             what, objectives = _JUDGEMENTS[name][name not in unread]
             raise DataError(what, where=pair.name, remedy=f"choose {objectives}")
         raise DataError(
-            "a row has not the fields that the objective reads",
+            "a row lacks the fields that the objective reads",
             where=pair.name,
             found=", ".join(sorted(found)) or "no fields",
             expected=", ".join(sorted(self.fields)) or "no fields",

@@ -110,7 +110,7 @@ def rendered_answers(
             bad += 1
         if bad == MOST_BAD_ROWS:
             break
-    Problems.raise_if(wrong.told((), "data", is_part=bad == MOST_BAD_ROWS))
+    Problems.raise_if(wrong.reported((), "data", is_part=bad == MOST_BAD_ROWS))
     return found
 
 
@@ -133,7 +133,7 @@ def _endings(
         known = [own for own in owns if own is not None]
         if len(known) < len(owns):
             raise DataError(
-                "nothing marks the end of an answer, so its end could not be learned",
+                "no token marks the end of an answer, so it could not be learned",
                 where=pair.name,
                 expected="a chat template with an end marker, or a tokenizer with an eos_token",
             )

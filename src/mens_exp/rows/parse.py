@@ -351,7 +351,7 @@ class _RowReader:
                 f"a turn calls several tools, and {PARALLEL_CALLS!r} is false",
                 f"{most} calls",
                 "one call in each turn",
-                f"drop {PARALLEL_CALLS!r}, or give each call a turn and a result of its own",
+                f"drop {PARALLEL_CALLS!r}, or give each call a separate turn and result",
             )
 
     def _is_judged(self, values: Mapping[str, object]) -> bool:
@@ -365,7 +365,7 @@ class _RowReader:
         beside = self._optional(values, "system")
         if beside is not None and conversation.system is not None:
             self._problems.add(
-                "the system prompt stands twice",
+                "the system prompt occurs twice",
                 f"{shown(beside)} and {shown(conversation.system)}",
                 "a 'system' key or a system turn",
             )
@@ -412,7 +412,7 @@ class _RowReader:
         found: list[tuple[str, str | int | float]] = [*judged.items()]
         for name, one in sorted((str(name), one) for name, one in value.items()):
             if name in judged:
-                self._problems.add(f"{name!r} stands twice", shown(one), "one of the two")
+                self._problems.add(f"{name!r} occurs twice", shown(one), "one of the two")
             label = f"{name!r} of 'fields'"
             if isinstance(one, int | float) and not isinstance(one, bool):
                 if _is_finite(one):

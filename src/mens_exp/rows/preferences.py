@@ -93,7 +93,7 @@ class _Reader:
                 )
             elif self._values.setdefault(name, value) is not value:
                 self._problems.add(
-                    f"{name!r} stands twice",
+                    f"{name!r} occurs twice",
                     "inside and outside 'input'",
                     "one of them",
                 )
@@ -180,7 +180,7 @@ class _Reader:
 
     def _twice(self, what: str, named: Sequence[str]) -> None:
         self._problems.add(
-            f"the {what} stands twice", " and ".join(map(repr, named)), "one of them"
+            f"the {what} occurs twice", " and ".join(map(repr, named)), "one of them"
         )
 
     def _turn(self, role: str, text: str) -> dict[str, str]:
@@ -205,7 +205,7 @@ class _Reader:
         turns = [value] if isinstance(value, Mapping) else value
         if not isinstance(turns, list) or not turns:
             found = f"{json_type(value)} {shown(value)}"
-            self._problems.add(f"{name!r} is no answer", found, _ANSWER)
+            self._problems.add(f"{name!r} is not an answer", found, _ANSWER)
             return None
         return turns
 

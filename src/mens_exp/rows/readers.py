@@ -129,7 +129,7 @@ class RowReader:
         # Required fields; a missing column of one is reported with the row.
         told = format_of(how.columns) if how.form is RowFormat.auto else how.form
         self._needed = NEEDED_FIELDS[told] if how.columns and told else ()
-        self._told_by = ""  # location of the row that determined the format
+        self._format_of_row = ""  # location of the row that determined the format
         self._seen: Counter[str] = Counter()
         self._last: Mapping[str, object] = {}
         self._rows = self._bad_rows = 0
@@ -141,7 +141,7 @@ class RowReader:
             DataError: there was one problem.
             Problems: there were several.
         """
-        Problems.raise_if(self.wrong.told(self.absent_columns(), self.name))
+        Problems.raise_if(self.wrong.reported(self.absent_columns(), self.name))
         return FileOfRows(
             name=self.name,
             form=self.form or RowFormat.pair,
@@ -160,7 +160,7 @@ class RowReader:
 
     def take(self, located: Located) -> Sequence[MensError]:
         """Read one row, and return its problems unless it is quarantined."""
-        settled = self.form, self._told_by
+        before = self.form, self._format_of_row
         self._rows += 1
         try:
             if isinstance(located.value, DataError):
@@ -172,7 +172,7 @@ class RowReader:
             self._count_bad(wrong)
             if not self.how.quarantine or located.ends:
                 return wrong
-            self.form, self._told_by = settled  # a bad row does not determine the format
+            self.form, self._format_of_row = before  # a bad row does not determine the format
             self.bad.append(quarantined(located, wrong))
         return ()
 
@@ -192,7 +192,7 @@ class RowReader:
                 expected=f"at most {_MOST_BAD:,} bad rows, or mostly good ones",
                 remedy="check that data.path is the right file, and correct its rows",
             )
-            raise Problems([stop, *self.wrong.told((), self.name)])
+            raise Problems([stop, *self.wrong.reported((), self.name)])
 
     def _pair(self, row: Mapping[str, object], where: str) -> TrainingPair:
         group = self._group(row, where)
@@ -269,11 +269,11 @@ class RowReader:
                 "rows of two formats in one file",
                 where=where,
                 found=told.value,
-                expected=f"{self.form.value}, as {self._told_by} has it",
-                remedy="give each format a file of its own",
+                expected=f"{self.form.value}, as {self._format_of_row} has it",
+                remedy="put each format in a separate file",
             )
         if self.form is None:
-            self._told_by = where
+            self._format_of_row = where
         self.form = both
         return told
 
@@ -309,7 +309,7 @@ class WrongRows:
                 place = (one.where or "").rpartition(":")[2].rstrip(")")
                 self._places.setdefault(kind, []).append(place)
 
-    def told(
+    def reported(
         self, before: Sequence[MensError], where: str, *, is_part: bool = False
     ) -> list[MensError]:
         """Return the problems to report; those of the whole file come first.

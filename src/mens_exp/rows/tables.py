@@ -120,7 +120,7 @@ def rows_of_batches(
     """
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
-        raise DataError(f"the column {twice[0]!r} stands twice in one table", where=where)
+        raise DataError(f"the column {twice[0]!r} occurs twice in one table", where=where)
     number = size = 0
     for batch in batches:
         for column in batch.columns:

@@ -114,9 +114,9 @@ class Bubblewrap:
                 private="/tmp",  # noqa: S108  # its own
             )
             os.set_blocking(status_read, False)
-            told = _told(status_read)
-        _await_death(told.get("child-pid"))
-        return execution_of(ended, _status(ended, told), sandbox=self.kind)
+            status = _read_status(status_read)
+        _await_death(status.get("child-pid"))
+        return execution_of(ended, _status(ended, status), sandbox=self.kind)
 
     def start(self, program: Program, limits: Limits) -> Service:
         """Start a program that runs until its channel is closed, even if its thread ends."""
@@ -131,7 +131,7 @@ class Bubblewrap:
                 pass_fds=passed,
                 start_new_session=True,
             )
-        return Service(process=process, surroundings=contextlib.ExitStack())
+        return Service(process=process, resources=contextlib.ExitStack())
 
     def _command(
         self, program: Program, limits: Limits, fds: contextlib.ExitStack
@@ -217,21 +217,21 @@ def _input_of(program: Program, fds: contextlib.ExitStack) -> int:
     return _file_of(program.stdin, fds) if program.channel is None else program.channel
 
 
-def _told(fd: int) -> dict[str, int]:
+def _read_status(fd: int) -> dict[str, int]:
     """Return bubblewrap's report: the child's pid, and its exit code if it started."""
     try:
         text = os.read(fd, 65_536).decode("ascii")
     except BlockingIOError:
         return {}
-    told: dict[str, int] = {}
+    status: dict[str, int] = {}
     for line in text.splitlines():
-        told.update(json.loads(line))
-    return told
+        status.update(json.loads(line))
+    return status
 
 
-def _status(ended: Ended, told: Mapping[str, int]) -> int:
-    if "exit-code" in told:
-        return told["exit-code"]
+def _status(ended: Ended, status: Mapping[str, int]) -> int:
+    if "exit-code" in status:
+        return status["exit-code"]
     if ended.by_limit is not None or ended.returncode < 0:
         return ended.returncode
     raise SetupError(

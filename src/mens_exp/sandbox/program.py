@@ -94,7 +94,7 @@ class Service:
     """A program that runs until its channel is closed; its output is not read."""
 
     process: subprocess.Popen[bytes]
-    surroundings: contextlib.ExitStack  # resources released with it
+    resources: contextlib.ExitStack  # resources released with it
 
     @property
     def is_running(self) -> bool:
@@ -109,7 +109,7 @@ class Service:
             kill_tree(self.process.pid)
             self.process.wait(_END_S)
         finally:
-            self.surroundings.close()
+            self.resources.close()
 
 
 class Sandbox(Protocol):

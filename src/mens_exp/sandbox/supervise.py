@@ -309,8 +309,8 @@ class Unsafe:
 
     def start(self, program: Program, limits: Limits) -> Service:
         """Start a program that runs until its channel is closed."""
-        with contextlib.ExitStack() as surroundings:
-            work = surroundings.enter_context(
+        with contextlib.ExitStack() as resources:
+            work = resources.enter_context(
                 tempfile.TemporaryDirectory(prefix="unsafe-", ignore_cleanup_errors=True)
             )
             _write_files(program, work)
@@ -323,7 +323,7 @@ class Unsafe:
                 cwd=work,
                 start_new_session=True,
             )
-            return Service(process=process, surroundings=surroundings.pop_all())
+            return Service(process=process, resources=resources.pop_all())
 
 
 def _write_files(program: Program, work: str) -> None:

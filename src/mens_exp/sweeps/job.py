@@ -122,7 +122,7 @@ def _work(run: RunDir, *, accept: bool) -> int:
         return _render(run)
     cell = _frozen(run, job, accept=accept)
     if cell.config.task.name != "train":
-        _put_aside(run, len(list(run.path.glob("attempt_*"))) + 1)
+        _archive(run, len(list(run.path.glob("attempt_*"))) + 1)
         return run_task(run.path, cell)
     from mens_exp.tasks.train import prepare_resumption, resume_training
 
@@ -192,8 +192,8 @@ def _render(run: RunDir) -> int:
     return 0
 
 
-def _put_aside(run: RunDir, number: int) -> None:
-    """Set aside the output of an attempt before the next one; only training resumes."""
+def _archive(run: RunDir, number: int) -> None:
+    """Move the output of an attempt to attempt_<number>; only training resumes."""
     aside = run.path / f"attempt_{number}"
     aside.mkdir()
     for path in sorted(run.path.iterdir()):

@@ -18,7 +18,7 @@ from mens_exp.artifacts.sweep import JobState
 from mens_exp.errors import SetupError
 from mens_exp.report import sweep_view, terminal
 from mens_exp.sweeps.executors import executor_of
-from mens_exp.sweeps.outcome import outcome, settle
+from mens_exp.sweeps.outcome import outcome, update_from_directory
 from mens_exp.tasks.run import CANCELLED
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Feed(Protocol):
         """Inspect a running job; return the reason to end it, or None."""
         ...
 
-    def settle(self, job: SweepJob) -> None:
+    def job_ended(self, job: SweepJob) -> None:
         """Process the end of a job."""
         ...
 
@@ -161,7 +161,7 @@ class Launcher:
                 if self._run_dir(job).pruned.exists():  # the launcher died before ending it
                     work.end()
             elif job["state"] in _MAY_HAVE_ENDED:  # it may have ended after its directory was read
-                settle(job, self._run_dir(job), here=False)
+                update_from_directory(job, self._run_dir(job), here=False)
                 if job["state"] in _ENDS:
                     self._set(job, JobState(job["state"]), job["reason"])
 
@@ -239,7 +239,7 @@ class Launcher:
     def _set(self, job: SweepJob, state: JobState, reason: str | None) -> None:
         job["state"], job["reason"] = state, reason
         if self._feed is not None and state in _ENDS:
-            self._feed.settle(job)
+            self._feed.job_ended(job)
         self._save()
         if state != JobState.WAITING:
             self._say(job, state.value, reason)

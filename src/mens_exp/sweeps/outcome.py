@@ -98,13 +98,13 @@ def _by_itself(run: RunDir, manifest: Manifest | None, code: int | None, since_u
         return Outcome(state=JobState.CANCELLED, reason="asked to stop by a signal")
     if code is not None and code < 0:
         return Outcome(state=JobState.FAILED, reason=_killed(-code), may_pass=True)
-    told = _told(manifest, since_utc)
-    if code is None and told is None:
-        reason = "its process died, and nobody saw how"
+    recorded = _recorded_error(manifest, since_utc)
+    if code is None and recorded is None:
+        reason = "its process died, and its exit status is unknown"
         return Outcome(state=JobState.FAILED, reason=reason, may_pass=True)
     if code == 0:
         return Outcome(state=JobState.FAILED, reason="it ended without a record of success")
-    reason = told or _last_line(run) or f"exit code {code}"
+    reason = recorded or _last_line(run) or f"exit code {code}"
     return Outcome(state=JobState.FAILED, reason=reason, may_pass=code == _A_BUG)
 
 
@@ -117,7 +117,7 @@ def _killed(number: int) -> str:
     return f"killed by {name}{hint}"
 
 
-def _told(manifest: Manifest | None, since_utc: str) -> str | None:
+def _recorded_error(manifest: Manifest | None, since_utc: str) -> str | None:
     """Return the error of the latest attempt."""
     if manifest is None or manifest.error is None:
         return None
@@ -156,7 +156,7 @@ def damage(run: RunDir, manifest: Manifest, config_digest: str) -> str | None:
     return None
 
 
-def settle(job: SweepJob, run: RunDir, *, here: bool) -> None:
+def update_from_directory(job: SweepJob, run: RunDir, *, here: bool) -> None:
     """Set a job's state from its directory, whatever its launcher had recorded.
 
     Args:

@@ -25,9 +25,10 @@ from mens_exp.config.sweep import (
 from mens_exp.corpus.source import rows_read_once
 from mens_exp.errors import ConfigError, MensError, Problems, RequestError
 from mens_exp.planning import machine
-from mens_exp.planning.contract import contract_of, recorded_settings
+from mens_exp.planning.contract import contract_of
 from mens_exp.planning.estimate import make_plan
 from mens_exp.planning.forecast import for_all_on_a_machine
+from mens_exp.planning.learned_settings import recorded_settings
 from mens_exp.planning.messages import size
 from mens_exp.planning.preflight import writable_cache
 from mens_exp.sweeps.executors import executor_problems

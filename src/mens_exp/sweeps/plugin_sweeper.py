@@ -25,8 +25,9 @@ from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.sweep import JobState, SweepDir
 from mens_exp.config.compose import config_digest, hydra_context
 from mens_exp.config.fields import range_problems
-from mens_exp.config.overrides import Checked, check, parsed_override
-from mens_exp.config.plugins import told
+from mens_exp.config.override_parsing import parsed_override
+from mens_exp.config.overrides import Checked, check
+from mens_exp.config.plugins import error_text
 from mens_exp.errors import Problems, RequestError, SetupError
 from mens_exp.report import sweep_view, terminal
 from mens_exp.sweeps.executors import executor_problems
@@ -147,7 +148,7 @@ class Rounds:
             raise SetupError(
                 f"the sweeper {option} failed",
                 where="hydra/sweeper",
-                found=told(error),
+                found=error_text(error),
                 remedy="fix its settings or its plugin, then continue with "
                 f"sweep.resume={self._directory.path}",
             ) from error

@@ -29,7 +29,7 @@ from mens_exp.report import terminal
 from mens_exp.sweeps.executors import executor_problems
 from mens_exp.sweeps.launcher import Launcher, locked, writing
 from mens_exp.sweeps.multirun import finish
-from mens_exp.sweeps.outcome import settle
+from mens_exp.sweeps.outcome import update_from_directory
 from mens_exp.sweeps.process import gpu_problems, jobs_at_a_time
 from mens_exp.sweeps.slurm_commands import queue_of
 
@@ -107,7 +107,7 @@ def reopened(directory: SweepDir, asked: Cell, given: set[str], console: Console
         terminal.say(f"note: {note}", on=console)
     for job in record.jobs:
         here = record.launcher != SLURM
-        settle(job, RunDir(directory.path / job["directory"]), here=here)
+        update_from_directory(job, RunDir(directory.path / job["directory"]), here=here)
     if "hydra.launcher.nodes" in given:
         _move_to_other_nodes(directory, record)
     _freeze_for_nodes(directory, record)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from mens_exp.artifacts.sweep import SearchRecord
 from mens_exp.config.fields import range_problems
+from mens_exp.config.override_parsing import read_space, written
 from mens_exp.config.overrides import Checked, check, swept_by_config
-from mens_exp.config.search_space import read_space, written
 from mens_exp.config.suggestions import NO_KEY
 from mens_exp.config.sweep import (
     OPTUNA,
@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from mens_exp.artifacts.sweep import Dimension
+    from mens_exp.config.override_parsing import Space
     from mens_exp.config.overrides import Cell
-    from mens_exp.config.search_space import Space
     from mens_exp.config.sweep import Launcher, SweepConfig
 
 
@@ -190,12 +190,12 @@ def probe(cells: Cells) -> Probed:
             found.general.append(_idle_everywhere(one["key"]))
             continue
         for value in _others(one):
-            _take(cells, {**counts[0], one["key"]: written(one, value)}, found, settle=False)
+            _take(cells, {**counts[0], one["key"]: written(one, value)}, found, pins=False)
     return found
 
 
 def _take(
-    cells: Cells, chosen: dict[str, str], found: Probed, *, settle: bool = True
+    cells: Cells, chosen: dict[str, str], found: Probed, *, pins: bool = True
 ) -> tuple[bool, frozenset[str]]:
     """Check one cell; return whether it can run, and its keys without effect."""
     number = len(found.names)
@@ -203,13 +203,13 @@ def _take(
     checked, idle = cells.filled(chosen)
     found.general += [one for one in checked.general if str(one) not in map(str, found.general)]
     problems = tuple(one for faulty in checked.faulty.values() for one in faulty.problems)
-    if settle and checked.cells and not (problems or checked.general):
+    if pins and checked.cells and not (problems or checked.general):
         problems = tuple(pin_inputs(checked.cells[0]))
     if problems:
         found.bad[number] = problems
     is_good = bool(checked.cells) and not (problems or checked.general)
     if is_good:
-        (found.cells if settle else found.ends).append(checked.cells[0])
+        (found.cells if pins else found.ends).append(checked.cells[0])
     return is_good, idle
 
 
@@ -350,7 +350,7 @@ def _objective_problems(search: OptunaSweeper, cells: Sequence[Cell]) -> Iterato
         len(search.directions) != len(search.objectives) or not set(search.directions) <= known
     ):
         yield ConfigError(
-            "needs one for each objective",
+            "needs a direction for each objective",
             where="hydra.sweeper.directions",
             found=", ".join(search.directions),
             expected="minimize or maximize, for each objective, in their order",

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _MOST_FAILURES = 5  # consecutive job failures; beyond that, the draws are not the cause
 _WATCH_S = 1.0  # polling interval for validation losses; a validation takes longer
-_TOLD = {
+_OUTCOMES = {
     JobState.SUCCEEDED: TrialState.COMPLETE,
     JobState.PRUNED: TrialState.PRUNED,
     JobState.FAILED: TrialState.FAILED,
@@ -84,7 +84,7 @@ class Search:
         rule = f"pruner={self._search['pruner']}"
         return f"ended by the search at step {step}: validation loss {loss:.4f} ({rule})"
 
-    def settle(self, job: SweepJob) -> None:
+    def job_ended(self, job: SweepJob) -> None:
         """Report the outcome of a job, and of equivalent trials, to the sampler."""
         has_failed = job["state"] == JobState.FAILED
         self._failures = self._failures + 1 if has_failed else 0
@@ -103,7 +103,7 @@ class Search:
         # Trials missing from the record were being drawn when the launcher ended.
         self._study.go_back(len(rows), running)
         for job in self._record.jobs:
-            if job["state"] in _TOLD:
+            if job["state"] in _OUTCOMES:
                 self._tell_all(job)
         for row in rows:
             if row["state"] != TrialState.RUNNING:
@@ -220,7 +220,7 @@ class Search:
                 self._tell(row, job)
 
     def _tell(self, row: Row, job: SweepJob) -> None:
-        state, reason, values = _TOLD[JobState(job["state"])], job["reason"], None
+        state, reason, values = _OUTCOMES[JobState(job["state"])], job["reason"], None
         if state is TrialState.COMPLETE:
             values, why = objective_values(self._run(job), self._search["objectives"])
             if values is None:

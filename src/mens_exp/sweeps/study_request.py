@@ -13,8 +13,9 @@ from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.untrusted_input import parse_yaml
 from mens_exp.config.compose import study_in, to_yaml
 from mens_exp.config.fields import plain, range_problems, shown
+from mens_exp.config.override_parsing import parsed_override
 from mens_exp.config.override_values import override_of
-from mens_exp.config.overrides import Checked, check, parsed_override
+from mens_exp.config.overrides import Checked, check
 from mens_exp.config.promotion import BurnProductionPolicy, StudyConfig
 from mens_exp.config.rules.task import study_problems
 from mens_exp.errors import ConfigError, MensError, Problems, RequestError
@@ -101,7 +102,7 @@ def requested(overrides: Sequence[str]) -> Request:
         given.setdefault(text.lstrip("+~").partition("=")[0], []).append(text)
     named = str(_value(given["study"][-1]))
     refused = [key for key in given.keys() - _MAY_BE_GIVEN if not key.startswith(_OF_LAUNCHER)]
-    Problems.raise_if([_not_beside(key) for key in sorted(refused)])
+    Problems.raise_if([_not_with_study(key) for key in sorted(refused)])
     task = str(_value(given["task"][-1])) if "task" in given else "train"
     if task not in {"train", "plan"}:
         raise ConfigError(
@@ -145,7 +146,7 @@ def _value(text: str) -> Any:
     return override.value()
 
 
-def _not_beside(key: str) -> ConfigError:
+def _not_with_study(key: str) -> ConfigError:
     _, _, inside = key.partition("study.")
     return ConfigError(
         "is determined by the study's file",

@@ -165,7 +165,7 @@ class Seeds:
         del job
         return None
 
-    def settle(self, job: SweepJob) -> None:
+    def job_ended(self, job: SweepJob) -> None:
         """Do nothing: :meth:`supply` examines complete seeds."""
 
     def _may_begin(self) -> bool:

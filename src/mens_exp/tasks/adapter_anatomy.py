@@ -24,10 +24,11 @@ from mens_exp.errors import DataError, MensError, Problems
 from mens_exp.export.subject import config_of
 from mens_exp.layout.families import FAMILIES
 from mens_exp.layout.model_cache import ready_directory
+from mens_exp.layout.modules import linear_modules
 from mens_exp.layout.peft_adapter import PeftAdapter, read_peft
 from mens_exp.layout.peft_format import split_experts, stacks_of
 from mens_exp.layout.shape import family_for, shape_of
-from mens_exp.layout.targets import linear_modules, pattern_values
+from mens_exp.layout.targets import pattern_values
 from mens_exp.planning.preflight import writable_cache
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def _of_peft(place: AdapterPlace) -> Anatomy:
         double_quant=None,
         quantizer=None,
     )
-    found.unknown["base.base_quant"] = "a PEFT directory does not tell how its base was quantized"
+    found.unknown["base.base_quant"] = "a PEFT directory does not record how its base was quantized"
     found.unknown["layers.base_key"] = _PATHS
     return found
 
@@ -326,7 +327,7 @@ def _why_not(state: State, path: Path, run: RunDir | None) -> str | None:
     if state.lacks:
         return f"it lacks {', '.join(state.lacks)}"
     if run is None:
-        return "it lies in no run, whose configuration going on needs"
+        return "it is not inside a run, whose configuration is needed to continue"
     last = run.last_checkpoint()
     if last is None or last.name != path.name:
         return (

@@ -11,8 +11,9 @@ from mens_exp.artifacts.attribution import Attribution, name_in_layer
 from mens_exp.config.quant import unquantized
 from mens_exp.corpus.source import load_rows
 from mens_exp.corpus.split import Side
+from mens_exp.layout.modules import linear_modules
 from mens_exp.layout.shape import shape_of
-from mens_exp.layout.targets import linear_modules, skipped
+from mens_exp.layout.targets import skipped
 from mens_exp.planning.preflight import writable_cache
 from mens_exp.report import attribution_view, terminal
 from mens_exp.tasks.inputs import describe, keep_bad_rows, tokenizer_of
@@ -101,7 +102,7 @@ def attribute(config: RunConfig, run: Run) -> None:
     record.write(run.dir.attribution)
     run.manifest.results.update(_results(record), peak_rss_bytes=host.peak_rss_bytes())
     if run.manifest.results["peak_rss_bytes"] is None:
-        run.unknown("results.peak_rss_bytes", "this system does not tell")
+        run.unknown("results.peak_rss_bytes", "this system does not report it")
     terminal.show(attribution_view.sections(record)[0])
     terminal.say(f"Report: {run.dir.report}")
 

@@ -27,7 +27,7 @@ from mens_exp.layout.model_cache import hash_weights
 from mens_exp.layout.shape import shape_of
 from mens_exp.model.quiet import quiet
 from mens_exp.planning.preflight import writable_cache
-from mens_exp.quant.bnb import parameter_count
+from mens_exp.quant.layers import parameter_count
 from mens_exp.tasks.inputs import probe_of, trained_adapter, trained_run
 from mens_exp.tokenizer.load import load_tokenizer
 

@@ -30,7 +30,7 @@ def corpus(config: RunConfig, run: Run) -> None:
     run.save()
     steps: list[dict[str, Any]] = []
 
-    def told(done: Done) -> None:
+    def report_step(done: Done) -> None:
         steps.append(_fact(done))
         run.manifest.facts["steps"] = steps
         run.save()
@@ -39,7 +39,7 @@ def corpus(config: RunConfig, run: Run) -> None:
     assert config.corpus.output is not None, "the rules ask for it"
     output = Path(config.corpus.output)
     (output / CORPUS_PAGE).unlink(missing_ok=True)  # valid again when all steps are done
-    made = run_steps(config, files, inputs, told)
+    made = run_steps(config, files, inputs, report_step)
     run.manifest.results.update(_results(made, output))
     for name, file in made.files.items():
         terminal.say(f"{output / name}: {file['rows']} rows")
@@ -80,7 +80,7 @@ def _page(made: CorpusRecord, output: Path) -> Path:
     return page
 
 
-def settled_places(config: CorpusConfig) -> CorpusConfig:
+def pinned_places(config: CorpusConfig) -> CorpusConfig:
     """Return the settings with absolute paths, and with a checkout's revision as a commit.
 
     Settings that cannot be resolved stay unchanged; the checks of the paths report why.

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mens_exp.artifacts.adapter_v3 import TENSORS_NAME, levels_in, read_adapter
+from mens_exp.artifacts.adapter_v3 import TENSORS_NAME, read_adapter
 from mens_exp.artifacts.digest import refuse_changed_adapter, sha256_file
 from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.quantizer_record import levels_in
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.scorecard import Condition
 from mens_exp.config.evaluation import EngineKind
@@ -24,9 +25,10 @@ from mens_exp.errors import Problems, RequestError
 from mens_exp.evals.engines import Served, VllmEngine, open_vllm
 from mens_exp.evals.suite import frozen_suite
 from mens_exp.export.subject import base_problems, config_of, subject_of
+from mens_exp.layout.modules import every_module
 from mens_exp.layout.shape import family_for, shape_of
 from mens_exp.layout.starting_adapter import find, read
-from mens_exp.layout.targets import every_module, otherwise_quantized, skipped
+from mens_exp.layout.targets import otherwise_quantized, skipped
 from mens_exp.planning.checks.adapter import check_initial_adapter, other_base
 from mens_exp.planning.preflight import writable_cache
 from mens_exp.report import terminal
@@ -54,7 +56,8 @@ from mens_exp.training.wandb_names import id_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from mens_exp.artifacts.adapter_v3 import Quant, Quantizer
+    from mens_exp.artifacts.adapter_v3 import Quant
+    from mens_exp.artifacts.quantizer_record import Quantizer
     from mens_exp.config.quant import QuantConfig
     from mens_exp.config.root import RunConfig
     from mens_exp.corpus.row_files import Rows
@@ -118,7 +121,7 @@ def _evaluate_here(config: RunConfig, run: Run, subject: Subject) -> None:
     from mens_exp.model.sources import resolve
     from mens_exp.training.build import build_backend, lightning_quiet
 
-    theirs, tensors, adapter = _told(config, subject)
+    theirs, tensors, adapter = _build_from(config, subject)
     theirs.trainer.accelerator = config.trainer.accelerator
     cache = writable_cache()
     base = resolve(theirs.model, cache)
@@ -188,7 +191,7 @@ def _conditions(subject: Subject) -> tuple[Condition, ...]:
     return (Condition.BASE, Condition.TUNED) if subject.merged is None else (Condition.TUNED,)
 
 
-def _told(config: RunConfig, subject: Subject) -> tuple[RunConfig, Any, Any]:
+def _build_from(config: RunConfig, subject: Subject) -> tuple[RunConfig, Any, Any]:
     """Return the configuration to build, the tensors to load, and an adapter without a run."""
     if subject.is_base:
         return config, None, None

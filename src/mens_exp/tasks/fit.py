@@ -20,7 +20,7 @@ from mens_exp.artifacts.telemetry import read_document_losses, write_document_lo
 from mens_exp.config.lora import PromptTuningConfig
 from mens_exp.config.objective import RewardScale
 from mens_exp.config.quant import QUANTIZERS
-from mens_exp.config.rules.graph import allocated_steps_problems
+from mens_exp.config.rules.lora import allocated_steps_problems
 from mens_exp.config.rules.optim import warmup_problems
 from mens_exp.config.rules.suite import late_scorecard_problems
 from mens_exp.corpus import contract_rules
@@ -162,7 +162,7 @@ def fit(
     )
     from mens_exp.training.compiling import compile_layers
     from mens_exp.training.distributed import is_sharded
-    from mens_exp.training.teacher_pass import teacher_for
+    from mens_exp.training.precompute import teacher_for
 
     data = inputs.data
     for stream in (data.train_dataloader(), data.val_dataloader()):
@@ -234,10 +234,10 @@ def start_from_rows(
     if checkpoint is not None or not init.from_rows:
         return {}
     if init.from_gradients:
-        from mens_exp.training.lora_ga import start_from_gradients
+        from mens_exp.training.data_driven_init import start_from_gradients
 
         return start_from_gradients(config, backend, data.train_dataloader())
-    from mens_exp.training.eva import start_from_inputs
+    from mens_exp.training.data_driven_init import start_from_inputs
 
     return start_from_inputs(backend, data.train_dataloader())
 
@@ -253,11 +253,11 @@ def compute_reference(
     """Compute log-likelihoods before training, if the run or its objective asks for it."""
     spec = config.objective.spec
     if spec.compares_groups:
-        from mens_exp.training.policy_pass import known_answers
+        from mens_exp.training.precompute import known_answers
 
         module.known_answers = known_answers(run, module, data, rank)
     elif spec.needs_reference and spec.passes_before(config.objective):
-        from mens_exp.training.reference_pass import known_reference
+        from mens_exp.training.precompute import known_reference
 
         module.known_reference = known_reference(config, run, base, module, data, rank)
 
@@ -290,7 +290,7 @@ def _starting_adapter(config: RunConfig, run: Run, base: BaseModel) -> StartingA
     refuse_changed(run.manifest.inputs.get("init_from", {}), described)
     run.manifest.inputs["init_from"] = described
     if start.base_weights_sha256 is None:
-        run.unknown("inputs.init_from.base_weights_sha256", "a PEFT directory does not tell")
+        run.unknown("inputs.init_from.base_weights_sha256", "a PEFT directory does not record it")
     run.save()
     return start
 
@@ -372,7 +372,7 @@ def certify_rows(
         unknown={**kept.unknown, "probe": "not reached: it runs just before step 1"},
     )
     if not contract.overlap:
-        contract.unknown["overlap"] = "no row is held out, and no suite has items of its own"
+        contract.unknown["overlap"] = "no row is held out, and no suite has its own items"
     parts, notes = contract.overlap, [*contract_rules.notes_of_tokens(contract.tokens, labelling)]
     if parts and len(rows.heldout) and not config.suite.spec.from_rows:  # nothing scores them
         of_heldout, *parts = parts

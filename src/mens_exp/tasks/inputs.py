@@ -27,7 +27,8 @@ from mens_exp.tokenizer.load import load_tokenizer
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from mens_exp.artifacts.adapter_v3 import AdapterManifest, Quantizer
+    from mens_exp.artifacts.adapter_v3 import AdapterManifest
+    from mens_exp.artifacts.quantizer_record import Quantizer
     from mens_exp.artifacts.run_dir import RunDir
     from mens_exp.backends.protocol import Backend
     from mens_exp.config.model import TokenizerConfig

@@ -34,7 +34,6 @@ from mens_exp.errors import MensError, RequestError
 from mens_exp.export.subject import config_of
 from mens_exp.layout import starting_adapter
 from mens_exp.layout.shape import family_for
-from mens_exp.planning.contract import RECORDING_CALLBACKS
 from mens_exp.planning.extension import (
     ByAttempts,
     extension_words,
@@ -42,6 +41,7 @@ from mens_exp.planning.extension import (
     takes_total,
     with_extensions,
 )
+from mens_exp.planning.learned_settings import RECORDING_CALLBACKS
 from mens_exp.planning.machine import ALONE
 from mens_exp.planning.preflight import writable_cache
 from mens_exp.report import terminal
@@ -371,7 +371,7 @@ def _steps(
     """Train until a step differs or enough steps were equal."""
     from mens_exp.training.build import build_module, build_trainer, fit_first_steps
     from mens_exp.training.optimizer import in_its_order
-    from mens_exp.training.teacher_pass import teacher_for
+    from mens_exp.training.precompute import teacher_for
 
     def look(step: int, figures: dict[str, Any], state: dict[int, dict[str, Any]]) -> bool:
         checks = _figure_checks(again, step, figures)

@@ -355,7 +355,7 @@ def trained_for(merge: RunDir) -> RunDir:
             where="path",
             found=f"{merge.path}, of {adapter}",
             expected="that run, where it was or below outputs",
-            remedy="put it back, or score the weights alone: path=base model=hf model.id=<model>",
+            remedy="restore it, or score only the weights: path=base model=hf model.id=<model>",
         )
     backend = config_of(run).backend.name
     if backend not in _CAUSAL:

@@ -73,11 +73,11 @@ def merge(config: RunConfig, run: Run) -> None:
             write_tensors(file, choices.all_places, merging.what, of_model=False)
             file.flush()
             written = Path(file.name)
-            settle_certified(run, written, out, merging.certificate(config, written))
+            keep_if_certified(run, written, out, merging.certificate(config, written))
     else:
         with atomic.directory(out) as written:
             merging.write_model(written)
-            settle_certified(run, written, out, merging.certificate(config, written))
+            keep_if_certified(run, written, out, merging.certificate(config, written))
     files = {"": out} if out.is_file() else {f"/{one.name}": one for one in sorted(out.iterdir())}
     run.manifest.results.update(
         out=str(config.out or usual.name),
@@ -169,7 +169,7 @@ def _refuse_changed_base(inputs: MergeInputs, run: RunDir) -> None:
     refuse_changed(recorded, describe(inputs.base, tokenizer, None))
 
 
-def settle_certified(run: Run, written: Path, out: Path, certificate: Certificate) -> None:
+def keep_if_certified(run: Run, written: Path, out: Path, certificate: Certificate) -> None:
     """Record and show a certificate, and keep or set aside its output.
 
     Raises:
@@ -228,11 +228,11 @@ def _model(inputs: MergeInputs, choices: Choices) -> MergedModel:
         tokenizer=learned_ids,
         chat_template=template,
         model_card=run.model_card if run is not None and run.model_card.is_file() else None,
-        told=_told(inputs, choices),
+        card_lines=_card_lines(inputs, choices),
     )
 
 
-def _told(inputs: MergeInputs, choices: Choices) -> list[str]:
+def _card_lines(inputs: MergeInputs, choices: Choices) -> list[str]:
     """Return the lines of the model card."""
     assert inputs.base is not None, "bare shards make no directory"
     has_pair, many = inputs.manifest.form.has_pair, len(choices.layers)
@@ -247,7 +247,7 @@ def _told(inputs: MergeInputs, choices: Choices) -> list[str]:
         f"- sha256 of the base's weights: `{inputs.base.weights_sha256}`",
     ]
     if choices.unties:
-        lines.append("- the head has a weight of its own; in the base it is the embedding table")
+        lines.append("- the head has a separate weight; in the base it is the embedding table")
     if choices.moves_embedding:
         lines.append(f"- {MOVED}")
     return lines
@@ -263,7 +263,7 @@ def export_adapter(config: RunConfig, run: Run) -> None:
     with atomic.directory(out) as temporary:
         write(manifest, tensors, config.format, temporary, asked.base)
         _complete(config, asked.place.run, temporary)
-        settle_certified(run, temporary, out, certify_adapter(config, asked, temporary))
+        keep_if_certified(run, temporary, out, certify_adapter(config, asked, temporary))
     written = find(out)
     after, _ = read(written, asked.base, asked.quant)
     run.manifest.inputs.update(
@@ -282,7 +282,7 @@ def export_adapter(config: RunConfig, run: Run) -> None:
     )
     if asked.place.form == "peft" and asked.quant is None:
         run.manifest.notes.append(
-            "PEFT's form does not tell how the base was quantized while the adapter was trained: "
+            "PEFT's format does not record how the base was quantized during training: "
             "recorded as none, unless export.base_quant says otherwise"
         )
     if asked.base is not None and manifest.base_model != asked.base.name:
@@ -316,7 +316,7 @@ def _complete(config: RunConfig, subject: RunDir | None, out: Path) -> None:
     template = own_template(subject)
     if template is not None:
         atomic.write_text(out / template.name, template.read_text("utf-8"))
-    card = render_card(load(subject), beside_adapter=True)
+    card = render_card(load(subject), with_adapter=True)
     atomic.write_text(out / CARD_NAME, card)
 
 
@@ -333,7 +333,7 @@ def export_model(config: RunConfig, run: Run) -> None:
     atomic.remove_stale(out.parent)
     with atomic.directory(out) as directory:
         certificate, step = write_form(config, run, directory)
-        settle_certified(run, directory, out, certificate)
+        keep_if_certified(run, directory, out, certificate)
     run.manifest.results.update(
         directory=config.format.value if config.out is None else config.out,
         files_sha256=hashes_of(out),

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from mens_exp.artifacts import atomic
 from mens_exp.artifacts.manifest import utc_now
 from mens_exp.errors import MensError
-from mens_exp.planning.contract import non_default_settings
 from mens_exp.planning.estimate import make_plan
+from mens_exp.planning.learned_settings import non_default_settings
 from mens_exp.planning.preflight import untried_template, writable_cache
 from mens_exp.planning.throughput_model import Entry, append, ledger_path
 from mens_exp.report import plan_view, terminal, wording

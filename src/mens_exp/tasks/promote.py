@@ -20,10 +20,10 @@ from mens_exp.artifacts.decision_ledger import (
     read_ledger,
 )
 from mens_exp.artifacts.digest import sha256_file
-from mens_exp.config.loader import SCHEMAS
 from mens_exp.config.override_values import override_of
 from mens_exp.config.overrides import check
 from mens_exp.config.promotion import BurnProductionPolicy
+from mens_exp.config.schemas import SCHEMAS
 from mens_exp.errors import GateError, Problems, RequestError
 from mens_exp.evals.kpis import KPIS, Direction, misspelt
 from mens_exp.evals.promotion import decide

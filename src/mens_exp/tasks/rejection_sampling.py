@@ -215,7 +215,7 @@ def _row(
     )
 
 
-_MOST_TOLD = 5
+_MOST_NAMED = 5
 
 
 def refuse_evaluations(config: RunConfig) -> None:
@@ -246,7 +246,7 @@ def refuse_evaluations(config: RunConfig) -> None:
         raise GateError(
             "tasks of a benchmark are for scoring only, so no model may be trained on them",
             where="suite.path",
-            found=f"{len(found)} of {len(suite.items)} tasks: {', '.join(found[:_MOST_TOLD])}",
+            found=f"{len(found)} of {len(suite.items)} tasks: {', '.join(found[:_MOST_NAMED])}",
             expected="tasks of your own",
             remedy="drop these tasks from the file",
         )

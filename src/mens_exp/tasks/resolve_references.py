@@ -16,7 +16,7 @@ from mens_exp.artifacts.decision_ledger import is_ledger
 from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir, resolve
 from mens_exp.config.data import HubData, MixData
-from mens_exp.config.mix import sources_of
+from mens_exp.config.data_sources import sources_of
 from mens_exp.config.model import HfModel, teacher_of
 from mens_exp.config.overrides import check
 from mens_exp.config.sweep import EARLIER, SLURM
@@ -151,12 +151,12 @@ def _pin_model(cell: Cell) -> None:
     if not isinstance(model, HfModel):
         return
     try:
-        settled = pinned(model)
+        pinned_config = pinned(model)
     except MensError:
         return
-    cell.config.model = settled
-    cell.composed.values.model.id = settled.id
-    cell.composed.values.model.revision = settled.revision
+    cell.config.model = pinned_config
+    cell.composed.values.model.id = pinned_config.id
+    cell.composed.values.model.revision = pinned_config.revision
 
 
 def _pin_teacher(cell: Cell) -> None:
@@ -166,11 +166,11 @@ def _pin_teacher(cell: Cell) -> None:
     if teacher is cell.config.model or not isinstance(teacher, HfModel):
         return
     try:
-        settled = pinned(teacher)
+        pinned_config = pinned(teacher)
     except MensError:
         return
     for group in (objective, cell.composed.values.objective):
-        group.teacher, group.teacher_revision = settled.id, settled.revision
+        group.teacher, group.teacher_revision = pinned_config.id, pinned_config.revision
 
 
 def pin_rows(cell: Cell) -> None:
@@ -196,17 +196,17 @@ def pin_rows(cell: Cell) -> None:
 def _pin_corpus(cell: Cell) -> list[MensError]:
     """Make paths absolute, replace a branch by its current commit, and check the paths."""
     from mens_exp.corpus.steps.pipeline import place_problems
-    from mens_exp.tasks.corpus import settled_places
+    from mens_exp.tasks.corpus import pinned_places
 
     config = cell.config
     if problems_of(config):
         return []  # reported by the rules
-    settled = settled_places(config.corpus)
-    cell.config.corpus = settled
+    pinned_config = pinned_places(config.corpus)
+    cell.config.corpus = pinned_config
     stored = cell.composed.values.corpus
-    stored.input, stored.output = settled.input, settled.output
-    stored.extract.commit = settled.extract.commit
-    return place_problems(settled)
+    stored.input, stored.output = pinned_config.input, pinned_config.output
+    stored.extract.commit = pinned_config.extract.commit
+    return place_problems(pinned_config)
 
 
 def _pin_subject(cell: Cell) -> list[MensError]:
@@ -285,11 +285,11 @@ def _pin_merge(cell: Cell) -> list[MensError]:
         place = adapter_place(cell.config.path)
         _put_path(cell, str(place.directory))
         if place.run is not None:
-            problems += _told_by_the_run(cell)
+            problems += _settings_of_run(cell)
     return problems
 
 
-def _told_by_the_run(cell: Cell) -> list[MensError]:
+def _settings_of_run(cell: Cell) -> list[MensError]:
     """Refuse settings that the certificate takes from the adapter's run, not from the command."""
     keys = {text.lstrip("+~").partition("=")[0] for text in cell.composed.overrides}
     return [

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from mens_exp.config.data import JsonlData
 from mens_exp.config.override_values import override_of
 from mens_exp.config.task import RoundRows, RoundStart
-from mens_exp.config.validate import unread_overrides
+from mens_exp.config.validate import overrides_not_read
 from mens_exp.errors import ConfigError, GateError, MensError, NoEffectError
 from mens_exp.evals.suite import frozen_suite
 
@@ -55,7 +55,7 @@ class RoundCommands:
         own = self.config.rejection_sampling.sample
         seed = f"eval.seed={self.config.eval.seed + number - 1}"
         seeds = [] if any(_key(text) == "eval.seed" for text in own) else [seed]
-        unread = unread_overrides("evaluate", map(_key, self.typed), path=path)
+        unread = overrides_not_read("evaluate", map(_key, self.typed), path=path)
         skipped = {str(one.where) for one in unread if path != "base" or one.where not in _BUNDLES}
         skipped |= {_key(text) for text in (*own, *seeds)}
         kept = [

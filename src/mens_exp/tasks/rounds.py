@@ -258,7 +258,7 @@ def _step(directory: Path, texts: list[str], what: str) -> Manifest:
             where=str(directory),
             found=_difference(before.overrides, texts),
             expected="the same settings; only rounds and hours may change",
-            remedy=f"put the command back, or choose another {SECTION}.output",
+            remedy=f"restore the command, or choose another {SECTION}.output",
         )
     if before is not None and before.status is Status.SUCCEEDED:
         terminal.say(f"{what}: already done")
@@ -268,7 +268,7 @@ def _step(directory: Path, texts: list[str], what: str) -> Manifest:
         resume_training(prepare_resumption(str(directory), {}))
         return Manifest.read(run.manifest)
     if directory.exists():
-        _put_aside(directory)
+        _archive(directory)
     terminal.say(f"{what} …")
     perform(directory, _composed(texts), prints=False)
     return Manifest.read(run.manifest)
@@ -280,7 +280,7 @@ def _difference(before: Sequence[str], now: Sequence[str]) -> str:
     return f"without {' '.join(gone) or 'nothing'}, with {' '.join(come) or 'nothing'}"
 
 
-def _put_aside(directory: Path) -> None:
+def _archive(directory: Path) -> None:
     """Rename the directory of an interrupted step, so that the step can run again."""
     number = 1
     while (aside := directory.with_name(f"{directory.name}.interrupted_{number}")).exists():
@@ -300,7 +300,7 @@ def _passing(sample: Path) -> list[TrainingPair]:
             "is not the file that the sampling wrote",
             where=str(file),
             expected=f"SHA-256 {recorded['sha256']}",
-            remedy=f"put it back, or choose another {SECTION}.output",
+            remedy=f"restore it, or choose another {SECTION}.output",
         )
     return list(read_rows(file).pairs) if file.stat().st_size else []
 

@@ -120,7 +120,7 @@ def _results(run: Run, trained: Fitted, data: RowsDataModule, plan: dict[str, An
         checkpoint.relative_to(run.dir.path).as_posix() if checkpoint is not None else None
     )
     for name, reason in (
-        ("peak_rss_bytes", "this system does not tell"),
+        ("peak_rss_bytes", "this system does not report it"),
         ("peak_cuda_bytes", "no GPU was used"),
         ("checkpoint", "no checkpoint callback was configured"),
         ("val_loss_change_frac", "this loss is 0 while nothing is learned"),
@@ -230,7 +230,7 @@ def prepare_resumption(path: str, overrides: dict[str, str]) -> Resumption:
     step = int(checkpoint.stem.removeprefix("step_")) if checkpoint is not None else 0
     if manifest.results.get("stopped_early") and manifest.status is Status.SUCCEEDED:
         raise RequestError(
-            "the run has ended for want of a lower validation loss",
+            "early stopping has ended the run",
             where="resume",
             found=str(directory.path),
             expected="a run that early stopping has not ended",
@@ -294,7 +294,7 @@ def _checked(overrides: dict[str, str], before: RunConfig) -> int | None:
     text, now = overrides[_MAX_STEPS], before.trainer.max_steps
     if now <= 0:
         raise ConfigError(
-            "epochs bound this run, and steps cannot make it longer",
+            "trainer.max_epochs ends this run, so more steps cannot make it longer",
             where=_MAX_STEPS,
             found=text,
             expected=f"nothing; trainer.max_epochs is {before.trainer.max_epochs}",
@@ -308,7 +308,9 @@ def _checked(overrides: dict[str, str], before: RunConfig) -> int | None:
 
 def _count(key: str, text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
-        raise ConfigError("is not a number of them", where=key, found=text, expected="1 or more")
+        raise ConfigError(
+            "is not a positive whole number", where=key, found=text, expected="1 or more"
+        )
     return int(text)
 
 

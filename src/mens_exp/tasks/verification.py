@@ -243,7 +243,7 @@ class _Chain:
         yield from linked(Link.RUN, of, _bundle(run))
         yield from linked(Link.RUN, of, _identity(run, manifest))
         if run.telemetry.is_file():
-            yield from linked(Link.RUN, of, _told(run, manifest))
+            yield from linked(Link.RUN, of, _telemetry_checks(run, manifest))
         if run.scorecard.is_file() and manifest.status is Status.SUCCEEDED and not differs:
             yield from linked(Link.SCORECARD, of, [_summed_again(run)])
 
@@ -345,7 +345,7 @@ def _identity(run: RunDir, manifest: Manifest) -> Iterator[Check]:
         yield compared("facts.lora_init_sha256", recorded, digest(layers))
 
 
-def _told(run: RunDir, manifest: Manifest) -> Iterator[Check]:
+def _telemetry_checks(run: RunDir, manifest: Manifest) -> Iterator[Check]:
     """Compare the manifest with the telemetry."""
     events = read_events(run.telemetry)
     latest: dict[str, dict[str, Any]] = {}

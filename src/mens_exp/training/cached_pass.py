@@ -48,7 +48,7 @@ _KEPT_EVERY = 64
 _code = functools.cache(code_digest)  # of the code that this process has loaded
 
 
-def surroundings(run: RunRecord, model: BaseModel, device: torch.device) -> dict[str, Any]:
+def environment_key(run: RunRecord, model: BaseModel, device: torch.device) -> dict[str, Any]:
     """Return the part of a cache key that covers model, device and software.
 
     Args:

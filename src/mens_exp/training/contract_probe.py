@@ -26,7 +26,7 @@ from mens_exp.data.batch import Batch, packed_batch, padded_batch
 from mens_exp.data.stream import MicroBatches
 from mens_exp.lora.keyed import EmbeddingNoise, KeyedDropout
 from mens_exp.planning.machine import ALONE, look
-from mens_exp.quant.bnb import quantizes_inputs
+from mens_exp.quant.layers import quantizes_inputs
 from mens_exp.rows.documents import Encoded, share_prompts
 from mens_exp.training.distributed import StartedProcesses, keep_signals
 from mens_exp.training.module import TrainingModule

@@ -28,14 +28,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from mens_exp.artifacts import host
-from mens_exp.backends.frozen_base import backbone
+from mens_exp.backends.forward import backbone
 from mens_exp.config.trainer import Strategy as Chosen
 from mens_exp.errors import TrainingError
 from mens_exp.layout.shape import shape_of
 from mens_exp.planning.machine import cores, look
 from mens_exp.planning.memory import base_bits, dense_experts
 from mens_exp.quant.binding import binding_of, compute_dtype
-from mens_exp.quant.bnb import keep_quantization_state, quantized_linears
+from mens_exp.quant.layers import keep_quantization_state, quantized_linears
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,7 +53,7 @@ HOST = "127.0.0.1"  # rendezvous of the processes of one machine
 # Timeout for waiting on other processes: the first one may score, render or download meanwhile.
 # gloo notices a dead process at once, because its connection breaks.
 _PATIENCE = timedelta(hours=1)
-_TOLD = "mens_exp"
+_STORE_KEY = "mens_exp"
 
 
 def strategy_of(config: RunConfig, rank: Rank) -> Strategy | str:
@@ -91,12 +91,12 @@ def store_of_torchrun() -> Store:
 
 def publish(store: Store, value: Any) -> None:
     """Send plain JSON to the other processes before they join the group."""
-    store.set(_TOLD, json.dumps(value))
+    store.set(_STORE_KEY, json.dumps(value))
 
 
 def receive(store: Store) -> Any:
     """Wait for the value that the first process publishes, and return it."""
-    return json.loads(store.get(_TOLD))
+    return json.loads(store.get(_STORE_KEY))
 
 
 @contextmanager

@@ -17,8 +17,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from mens_exp.artifacts.metrics import step_metric
 from mens_exp.errors import DataError, TrainingError
+from mens_exp.layout.modules import linear_weights
 from mens_exp.layout.shape import shape_of
-from mens_exp.layout.targets import linear_weights
 from mens_exp.objective.causal import Objective, OverTokens, Passed
 from mens_exp.quant.binding import loaded_bindings
 from mens_exp.tokenizer.load import bits_per_byte

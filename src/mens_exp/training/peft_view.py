@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mens_exp.backends.frozen_base import MODEL_CODE_ERRORS
+from mens_exp.backends.forward import MODEL_CODE_ERRORS
 from mens_exp.backends.qlora import QloraBackend
 from mens_exp.backends.reference import f32_bytes, in_f32
 from mens_exp.data.batch import packed_batch, padded_batch

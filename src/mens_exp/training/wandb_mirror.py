@@ -22,7 +22,7 @@ from mens_exp.errors import MensError, SetupError
 from mens_exp.training.wandb_names import display_name, id_of
 from mens_exp.training.wandb_rendering import (
     EventFeed,
-    beside_config,
+    config_entries,
     config_of,
     made_by,
     set_config,
@@ -131,7 +131,7 @@ class WandbMirror:
         events = read_events(run.dir.telemetry)
         config, drawn = (
             config_of(run.dir, run.manifest, events),
-            beside_config(run.dir, run.manifest),
+            config_entries(run.dir, run.manifest),
         )
         self._config = config
         settings = settings_of(
@@ -173,7 +173,7 @@ class WandbMirror:
         with contained(self._run.dir.wandb.absolute()), ExitStack() as stack:
             stack.callback(self._end, exit_code=exit_code)
             self._mirror_results(self._sink, manifest)
-        why = None if self._sender is None else self._sender.settled(self._logger.wait_s)
+        why = None if self._sender is None else self._sender.wait_for(self._logger.wait_s)
         if why is not None:
             raise MensError(
                 "not sent to W&B", found=why, remedy=f"task=sync path={self._run.dir.path}"

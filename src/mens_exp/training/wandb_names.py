@@ -95,7 +95,7 @@ _NO_TAG = frozenset({"hydra", "logger"})
 # Overrides that the name shows in another form.
 _SPELLED = frozenset({"experiment", "path", "resume", "seed", "task"})
 # Overrides that the name of a task without training already shows, or that do not affect the task.
-_TOLD = frozenset({"compare.factors", "factors", "format", "model", "out", "suite"})
+_IN_NAME = frozenset({"compare.factors", "factors", "format", "model", "out", "suite"})
 _OPTIONS = ("model", "backend")  # named at the end, unless they vary
 _DEPTH = 3  # directories between a job and its sweep (unverified guess)
 _FINE_TUNES = frozenset({"train", "plan"})
@@ -171,7 +171,7 @@ def name_of(run_dir: RunDir, manifest: Manifest, config: Mapping[str, Any]) -> s
     changed = [text for text in overrides if _group(text) not in (_NO_TAG | _SPELLED)]
     marks = [] if place is None else [place.mark]
     if manifest.task not in _FINE_TUNES:
-        rest = [text for text in changed if _key(text) not in _TOLD]
+        rest = [text for text in changed if _key(text) not in _IN_NAME]
         rest.sort(key=lambda text: place is None or text not in place.varied)
         return _fitted(_deed(run_dir, manifest, config), marks, _short(rest, overrides))
     varied = _of_sweep(place) if place is not None and place.varied else changed

@@ -114,7 +114,7 @@ def quiet_settings() -> dict[str, Any]:
     return {**quiet, **private, "resume": "allow", "reinit": "create_new"}
 
 
-def beside_config(run_dir: RunDir, manifest: Manifest) -> dict[str, Any]:
+def config_entries(run_dir: RunDir, manifest: Manifest) -> dict[str, Any]:
     """Return the additional entries of the W&B config: links, and values drawn by an agent.
 
     An evaluation links to the run that it scored. Drawn values are stored under the sweep's names,

@@ -34,7 +34,7 @@ from mens_exp.training.wandb_rendering import (
     EventFeed,
     artifact_of,
     base_of,
-    beside_config,
+    config_entries,
     config_of,
     made_by,
     mirror_settings,
@@ -211,7 +211,7 @@ class Sender:
             command = ["-m", order.module, order.text()]
             self._process = host.spawn_python(command, output=output)
 
-    def settled(self, wait_s: float) -> str | None:
+    def wait_for(self, wait_s: float) -> str | None:
         """Wait up to ``wait_s`` seconds for the process to end; let it continue after that.
 
         Returns:
@@ -384,7 +384,7 @@ def _send(order: Order, staging: Path) -> str:
 def _sent(order: Order, run: RunDir, staging: Path) -> str:
     manifest = Manifest.read(run.manifest)
     events = read_events(run.telemetry) if run.telemetry.is_file() else []
-    config, drawn = config_of(run, manifest, events), beside_config(run, manifest)
+    config, drawn = config_of(run, manifest, events), config_entries(run, manifest)
     logger = _logger(config, order)
     run_id = order.run_id or id_of(run, manifest)
     process = None if order.follows is None else order.follows[0]

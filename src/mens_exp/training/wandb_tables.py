@@ -172,7 +172,7 @@ def _attribution(record: Attribution) -> dict[str, Any]:
     modules: list[Any] = sorted(record.modules, key=lambda one: one["rank"])
     dearest = [[one["logical"], one["share"]] for one in modules[:_MOST_BARS]]
     table = wandb.Table(columns=["module", "share"], data=dearest)
-    title = "Share of the cost of quantizing, the dearest modules"
+    title = "Share of the cost of quantizing, the most expensive modules"
     return {
         "modules": _table(_OF_MODULE, [_picked(one, _OF_MODULE) for one in modules]),
         "plots/modules": wandb.plot.bar(table, "module", "share", title=title),

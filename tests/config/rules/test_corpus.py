@@ -13,7 +13,7 @@ from mens_exp.config.corpus import (
 )
 from mens_exp.config.data import MixStop
 from mens_exp.config.evaluation import BubblewrapSandbox, NoSandbox
-from mens_exp.config.rules import corpus as rules
+from mens_exp.config.rules import data as rules
 
 
 def config(

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from mens_exp.config.data import HubData, JsonlData, MixData, OnBadRow, RowFormat, StdlibData
-from mens_exp.config.mix import sources_of
+from mens_exp.config.data_sources import sources_of
 from mens_exp.config.overrides import check
 
 GOOD = "{path:a.jsonl,weight:1}"
@@ -91,7 +91,7 @@ def test_problems_of_all_sources_are_told_together():
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        (("data.stop=budget",), "is needed with data.stop=budget"),
+        (("data.stop=budget",), "is required with data.stop=budget"),
         (("data.budget_tokens=9",), "has no effect with data.stop=all_exhausted"),
     ],
 )

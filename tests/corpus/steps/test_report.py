@@ -55,7 +55,7 @@ def test_rows_are_measured_and_what_is_unknown_has_a_reason(tmp_path):
     assert (found.duplicates["exact"], found.duplicates["near"]) == (1, 0)
     assert found.tokens is None
     assert found.unknown == {
-        "tokens": "no run tells the tokenizer",
+        "tokens": "no run names the tokenizer",
         "parse.": "these rows name no language",
     }
     assert found.before == []

@@ -11,7 +11,8 @@ import torch
 
 from mens_exp.artifacts.adapter_tensors import AdapterForm
 from mens_exp.config.fields import setting
-from mens_exp.config.lora import AdapterSpec, LoraConfig
+from mens_exp.config.lora import LoraConfig
+from mens_exp.config.lora_spec import AdapterSpec
 from mens_exp.lora.method import AdaptedLayer, AdapterMethod
 
 

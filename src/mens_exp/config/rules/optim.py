@@ -108,7 +108,7 @@ def schedule_problems(config: RunConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             "warm-up is set twice",
             where="schedule.warmup_frac",
-            found=f"{schedule.warmup_frac:g} beside warmup_steps {schedule.warmup_steps}",
+            found=f"{schedule.warmup_frac:g} and warmup_steps {schedule.warmup_steps}",
             expected="one of the two",
             remedy="set the other one to null",
         )
@@ -117,15 +117,6 @@ def schedule_problems(config: RunConfig) -> Iterator[ConfigError]:
 
 
 def _range_problems(config: RunConfig, schedule: LrRangeConfig) -> Iterator[ConfigError]:
-    for key in ("warmup_steps", "warmup_frac"):
-        if getattr(schedule, key):
-            yield ConfigError(
-                "has no effect with schedule=lr_range, which begins at its lowest rate",
-                where=f"schedule.{key}",
-                found=getattr(schedule, key),
-                expected="0 or null, or another schedule",
-                remedy=f"drop schedule.{key}",
-            )
     if schedule.lowest >= schedule.highest:
         yield ConfigError(
             "the rate of a range test must rise",
@@ -143,7 +134,7 @@ def _range_problems(config: RunConfig, schedule: LrRangeConfig) -> Iterator[Conf
         )
     if isinstance(config.optim, ProdigyConfig):
         yield ConfigError(
-            "Prodigy estimates its rate, and a range test looks for one",
+            "Prodigy estimates its rate, so a range test has nothing to find",
             where="schedule",
             found="lr_range with optim=prodigy",
             expected="another optimizer, or another schedule",

@@ -164,13 +164,13 @@ def _server(config: RunConfig) -> Iterator[ConfigError]:
             "the held-out rows belong to a run's own model",
             where="suite",
             found=config.suite.name,
-            expected="a suite with items of its own with eval.engine=openai",
+            expected="a suite with its own items, with eval.engine=openai",
             remedy="choose suite=mini_python",
         )
     url = config.eval.base_url
     if url is not None and not url.startswith(("http://", "https://")):
         yield ConfigError(
-            "the address of the server is missing",
+            "must begin with http:// or https://",
             where="eval.base_url",
             found=url,
             expected="http://<host>:<port>/v1",
@@ -178,7 +178,7 @@ def _server(config: RunConfig) -> Iterator[ConfigError]:
     for name in ("base_url", "model"):
         if getattr(config.eval, name) is None:
             yield ConfigError(
-                "missing for eval.engine=openai",
+                "is required for eval.engine=openai",
                 where=f"eval.{name}",
                 expected="the server's address, http://<host>:<port>/v1"
                 if name == "base_url"

@@ -15,7 +15,7 @@ from mens_exp.config.promotion import (
     CompareTest,
     Sequential,
 )
-from mens_exp.config.quant import UNLESS_TOLD, names_made_again
+from mens_exp.config.quant import DEFAULT_QUANTIZER, names_made_again
 from mens_exp.config.root import LOGS
 from mens_exp.config.task import ExportFormat, MergeMode
 from mens_exp.errors import ConfigError
@@ -81,7 +81,7 @@ def task_problems(config: RunConfig) -> Iterator[ConfigError]:
             remedy="add repo=<user>/<name>",
         )
     export = config.export
-    told = export.base_quant or UNLESS_TOLD
+    told = export.base_quant or DEFAULT_QUANTIZER
     if export.double_quant is not None and "double_quant" not in told.spec.settings:
         yield ConfigError(
             f"contradicts export.base_quant={told.value}, which has no scales to quantize again",
@@ -350,31 +350,33 @@ def _cycle_problems(config: RunConfig) -> Iterator[ConfigError]:
             expected="burn_production, the only one that rests on cycles",
         )
     if not told.open_cycle or not told.open_cycle.strip():
-        yield ConfigError("a cycle has a name", where="promote.open_cycle", found=told.open_cycle)
+        yield ConfigError(
+            "is required to open a cycle", where="promote.open_cycle", found=told.open_cycle
+        )
     if not _SHA256.fullmatch(told.suite_digest or ""):
         yield ConfigError(
-            "a cycle freezes its suite",
+            "must be the digest of a suite to open a cycle",
             where="promote.suite_digest",
             found=told.suite_digest,
             expected="64 hexadecimal digits, as a scorecard has them",
         )
     if not told.seeds or len(set(told.seeds)) != len(told.seeds):
         yield ConfigError(
-            "a cycle freezes its seeds",
+            "must list distinct seeds to open a cycle",
             where="promote.seeds",
             found=told.seeds,
             expected="seeds, each once",
         )
     if len(set(told.arms)) < _PAIR or len(set(told.arms)) != len(told.arms):
         yield ConfigError(
-            "a cycle freezes its arms",
+            "must list at least two distinct arms to open a cycle",
             where="promote.arms",
             found=told.arms,
             expected="at least two backends or names of arms, each once",
         )
     if not told.factor:
         yield ConfigError(
-            "a hypothesis is about a factor",
+            "is required to open a cycle",
             where="promote.factor",
             expected="what the arms differ in, such as backend",
         )
@@ -398,7 +400,7 @@ def study_problems(config: RunConfig) -> Iterator[ConfigError]:
     for key, values in study.grid.items():
         if not isinstance(values, list) or not values:
             yield ConfigError(
-                "a key of the grid has a list of values",
+                "must be a list of values",
                 where=f"study.grid.{key}",
                 found=shown(values),
                 expected=f"a list, such as [{shown(values)}]",
@@ -407,10 +409,10 @@ def study_problems(config: RunConfig) -> Iterator[ConfigError]:
         len(values) for values in study.grid.values() if isinstance(values, list)
     )
     if count < _PAIR:
-        yield ConfigError("a study compares at least two arms", where="study", found=count)
+        yield ConfigError("must list at least two arms", where="study", found=count)
     if len(set(study.seeds)) < _PAIR or len(set(study.seeds)) != len(study.seeds):
         yield ConfigError(
-            "a study has several seeds, each once", where="study.seeds", found=study.seeds
+            "must list at least two distinct seeds", where="study.seeds", found=study.seeds
         )
     yield from _overrides_of_study(study)
 

@@ -46,7 +46,10 @@ def trainer_problems(config: RunConfig) -> Iterator[ConfigError]:
     elif trainer.max_steps == 0 or trainer.max_epochs == 0:
         name = "max_steps" if trainer.max_steps == 0 else "max_epochs"
         yield ConfigError(
-            "zero trains nothing", where=f"trainer.{name}", found=0, expected="-1 or at least 1"
+            "must not be 0",
+            where=f"trainer.{name}",
+            found=0,
+            expected="-1 or at least 1",
         )
     if trainer.accelerator not in ACCELERATORS:
         yield ConfigError(

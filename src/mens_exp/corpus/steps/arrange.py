@@ -174,7 +174,7 @@ class RowStore(Sequence[TrainingPair]):
 
 
 _NODE: Final = "corpus.mix"
-_TOLD: Final = 5  # sources named in a message
+_MOST_NAMED: Final = 5  # sources named in a message
 _OF_ROW: Final[dict[MixBy, Callable[[TrainingPair], str]]] = {
     MixBy.category: lambda pair: pair.category or "",
     MixBy.language: lambda pair: pair.language or "",
@@ -209,7 +209,7 @@ def mix(step: StepInput) -> StepResult:
         for store in corpora.values():
             stack.callback(store.close)
         unweighted: Counter[str] = Counter()
-        for source, side, pair in _told_apart(step):
+        for source, side, pair in _with_source(step):
             rows_in += 1
             if side not in {None, Side.TRAIN}:
                 writer.write(pair, side)
@@ -226,7 +226,7 @@ def mix(step: StepInput) -> StepResult:
     return StepResult(rows_in=rows_in, rows_out=total, facts={"sources": record})
 
 
-def _told_apart(step: StepInput) -> Iterator[tuple[str, Side | None, TrainingPair]]:
+def _with_source(step: StepInput) -> Iterator[tuple[str, Side | None, TrainingPair]]:
     by = step.config.mix.by
     for path in step.files:
         for side, pair in read_sides([path]):
@@ -249,15 +249,16 @@ def _check(corpora: Mapping[str, RowStore], unweighted: Counter[str]) -> None:
     problems: list[MensError] = []
     known = {*unweighted, *(name for name, store in corpora.items() if store)}
     if unweighted:
-        told = [
-            f"{name or 'no name'} ({rows} rows)" for name, rows in unweighted.most_common(_TOLD)
+        named = [
+            f"{name or 'no name'} ({rows} rows)"
+            for name, rows in unweighted.most_common(_MOST_NAMED)
         ]
-        more = f" and {len(unweighted) - _TOLD} more" if len(unweighted) > _TOLD else ""
+        more = f" and {len(unweighted) - _MOST_NAMED} more" if len(unweighted) > _MOST_NAMED else ""
         problems.append(
             DataError(
                 "sources have no weight" if len(unweighted) > 1 else "a source has no weight",
                 where=f"{_NODE}.weights",
-                found=f"{', '.join(told)}{more}",
+                found=f"{', '.join(named)}{more}",
                 expected="a weight for every source",
                 remedy=f"add one, leave the source out of the input, or choose another {_NODE}.by",
             )

@@ -163,7 +163,7 @@ def run_steps(
     config: RunConfig,
     files: Sequence[Path],
     inputs: Mapping[str, str],
-    told: Callable[[Done], None],
+    on_step: Callable[[Done], None],
 ) -> CorpusRecord:
     """Run the unfinished steps of a corpus, in order.
 
@@ -171,7 +171,7 @@ def run_steps(
         config: the whole command; `corpus.output` must be writable.
         files: the input of the first step.
         inputs: file name -> SHA-256 of its content.
-        told: called with each finished step.
+        on_step: called with each finished step.
 
     Returns:
         The record of the corpus, as written.
@@ -197,7 +197,7 @@ def run_steps(
                 is_new = True
                 (output / CORPUS_RECORD).unlink(missing_ok=True)  # rewritten when all is done
                 record = _do(plan, directory, config)
-            told(Done(record=record, directory=directory, why=why))
+            on_step(Done(record=record, directory=directory, why=why))
             steps.append(_summary(record, directory.name))
             if plan.kind.makes_rows:
                 last = directory.name, record

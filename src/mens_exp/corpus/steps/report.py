@@ -155,7 +155,7 @@ def report(step: StepInput) -> StepResult:
 def _tokens(step: StepInput, rows: int, unknown: dict[str, str]) -> Tokens | None:
     """Encode rows as the run would; if that fails, record the reason."""
     if step.run is None or not rows:
-        unknown["tokens"] = "there are no rows" if not rows else "no run tells the tokenizer"
+        unknown["tokens"] = "there are no rows" if not rows else "no run names the tokenizer"
         return None
     # The built-in Vox tokenizer needs no model files.
     is_ours = step.run.tokenizer.name == "vox"

@@ -170,9 +170,9 @@ class _BadRows:
             "bad rows are errors",
             where="corpus.validate.on_bad_row",
             found=f"error, and {self.count} bad rows",
-            remedy="fix the rows, or set them aside with quarantine",
+            remedy="fix the rows, or quarantine them",
         )
-        raise Problems([*self._wrong.told((), INPUT), way])
+        raise Problems([*self._wrong.reported((), INPUT), way])
 
     def _write(self, row: BadRow) -> None:
         if self._file is None:
@@ -293,16 +293,16 @@ class _Errors:
     """The first rows that cannot be formatted, and their total count."""
 
     def __init__(self) -> None:
-        self.count, self.told = 0, list[MensError]()
+        self.count, self.shown = 0, list[MensError]()
 
     def add(self, pair: TrainingPair, problem: str) -> None:
         self.count += 1
-        if len(self.told) < _MOST_PROBLEMS:
-            told = DataError(f"rustfmt does not format it: {problem}", where=pair.place)
-            self.told.append(told)
+        if len(self.shown) < _MOST_PROBLEMS:
+            problem_of_row = DataError(f"rustfmt does not format it: {problem}", where=pair.place)
+            self.shown.append(problem_of_row)
 
     def refuse(self) -> None:
-        hidden = self.count - len(self.told)
+        hidden = self.count - len(self.shown)
         more = [DataError(f"{hidden} more rows are not formatted", where="corpus.input")]
         way = DataError(
             "rows that are not formatted are errors",
@@ -310,5 +310,5 @@ class _Errors:
             found=f"error, and {self.count} such rows",
             remedy="fix the rows, or choose keep or drop",
         )
-        if self.told:
-            Problems.raise_if([*self.told, *(more if hidden else []), way])
+        if self.shown:
+            Problems.raise_if([*self.shown, *(more if hidden else []), way])

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from mens_exp.config.lora import LoraConfig
     from mens_exp.config.root import RunConfig
     from mens_exp.errors import MensError
+    from mens_exp.layout.modules import LinearModule
     from mens_exp.layout.shape import Shape
-    from mens_exp.layout.targets import LinearModule
 
 
 def check_lora(config: RunConfig) -> Iterator[MensError]:
@@ -151,7 +151,7 @@ def _expert_problems(config: RunConfig, without: str) -> Iterator[MensError]:
             "together",
             where="optim",
             found=f"{config.optim.name}, with adapters on experts",
-            expected="optim=adamw or another that treats each value apart",
+            expected="optim=adamw or another that updates each value separately",
             remedy=f"choose optim=adamw; to leave the experts alone, {without}",
         )
     if config.trainer.sharing is Strategy.fsdp:

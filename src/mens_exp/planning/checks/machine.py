@@ -25,8 +25,8 @@ from mens_exp.config.optim import (
 )
 from mens_exp.config.quant import ComputeDtype
 from mens_exp.errors import ConfigError, MensError, MissingExtra, RequestError, SetupError
+from mens_exp.layout.modules import linear_weights
 from mens_exp.layout.shape import shape_of
-from mens_exp.layout.targets import linear_weights
 from mens_exp.planning import compiling, kernels, machine, messages
 from mens_exp.planning.forecast import (
     attribution_memory,

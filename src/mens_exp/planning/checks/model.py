@@ -24,9 +24,10 @@ from mens_exp.corpus.source import labelling_of
 from mens_exp.errors import ConfigError, ModelFileError, NoEffectError, SetupError
 from mens_exp.layout import hub
 from mens_exp.layout.model_cache import locate_bundled, ready_directory
+from mens_exp.layout.modules import linear_modules
 from mens_exp.layout.prequantized import CODES
 from mens_exp.layout.shape import Shape, check_weights, shape_of, stored_in, stored_layers
-from mens_exp.layout.targets import linear_modules, quantized_modules
+from mens_exp.layout.targets import quantized_modules
 from mens_exp.planning import messages
 from mens_exp.planning.activations import modules_of, proxy_stack
 from mens_exp.planning.machine import space
@@ -45,8 +46,8 @@ if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
     from mens_exp.errors import MensError
     from mens_exp.layout.checkpoint_files import ModelDirectory
+    from mens_exp.layout.modules import LinearModule
     from mens_exp.layout.prequantized import StoredLayers
-    from mens_exp.layout.targets import LinearModule
 
 _FLOATS = frozenset({"BF16", "F16", "F32"})
 
@@ -223,7 +224,7 @@ def _remote_code(model: HfModel, config: dict[str, Any]) -> Iterator[MensError]:
     code = (config.get("auto_map") or {}).get("AutoModelForCausalLM")
     if code is None:
         yield NoEffectError(
-            "because the model brings no code of its own",
+            "because the model has no custom code",
             where="model.trust_remote_code",
             found=True,
             expected="false",

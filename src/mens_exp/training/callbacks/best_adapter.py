@@ -64,7 +64,7 @@ class BestAdapter(Callback):
             return None
         if self.metric not in values:
             raise TrainingError(
-                "the suite did not measure what the best adapter is chosen by",
+                "the suite did not measure the metric that selects the best adapter",
                 where="adapter.metric",
                 found=self.metric.removeprefix("eval/"),
                 expected=f"one of {', '.join(name.removeprefix('eval/') for name in values)}",

@@ -57,7 +57,7 @@ class ManifestFacts(Callback):
             words = "; ".join(f"“{one}” ({why})" for one, why in of_module["unproven"].items())
             facts["notes"] = [*facts.get("notes", []), f"unproven by the module: {words}"]
         if facts["warmup_steps"] is None:
-            why = "the schedule is a class that tells nothing of it"
+            why = "the schedule is a class that does not report it"
             self.run.manifest.unknown["facts.warmup_steps"] = why
         notes = facts.pop("notes", [])
         was = self.run.manifest.facts.get("numerics")

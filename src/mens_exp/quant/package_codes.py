@@ -1,7 +1,10 @@
-"""Integers of torchao's weight-only quantization, by the torchao package.
+"""Codes and scales that another package computes: HQQ and torchao.
 
-Codes and scales are the package's own, so an adapter is trained against the same weights that other
-programs get from torchao's ``quantize_``. The layers are codebook layers.
+HQQ (Half-Quadratic Quantization, https://mobiusml.github.io/hqq_blog) needs no data: for each block
+of weights, it optimizes a real-valued zero point under an error that gives outliers less weight.
+torchao's integers are those of its weight-only quantization, so an adapter is trained against the
+same weights that other programs get from torchao's ``quantize_``. The layers are
+:class:`~mens_exp.quant.codebook.CodebookLinear`.
 """
 
 from __future__ import annotations
@@ -12,10 +15,49 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mens_exp.model.quiet import quiet
-from mens_exp.quant.codebook import Codebook, CodesBinding
+from mens_exp.quant.codebook import WITH_ZERO, Affine, Codebook, CodesBinding
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+class _HalfQuadratic(Affine):
+    """Unsigned integers; the package computes scales and zero points."""
+
+    def quantize_pieces(
+        self, read: Callable[[int, int], torch.Tensor], shape: tuple[int, int], block: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return codes and scales of a weight, read in one piece."""
+        from hqq.core.quantize import Quantizer
+
+        weight_OI = read(0, shape[0]).float()
+        codes, found = Quantizer.quantize(
+            weight_OI,
+            nbits=(len(self.levels) - 1).bit_length(),
+            group_size=block,
+            axis=1,
+            bitpack=False,
+            device=str(weight_OI.device),
+        )
+        scales = torch.stack([found["scale"], found["zero"]], -1).float()
+        return self.packed(codes.to(torch.uint8).view(shape)), scales.view(shape[0], -1, 2)
+
+
+class _HqqCodes(CodesBinding):
+    """Layers of HQQ."""
+
+    def __init__(self, bits: int) -> None:
+        """Bind HQQ with a number of bits."""
+        levels = tuple(map(float, range(2**bits)))
+        super().__init__(f"hqq{bits}", _HalfQuadratic(levels=levels, scaling=WITH_ZERO))
+
+    @property
+    def library(self) -> str:
+        """The package."""
+        return f"hqq {metadata.version('hqq')}"
+
+
+HQQ2, HQQ3, HQQ4, HQQ8 = (_HqqCodes(bits) for bits in (2, 3, 4, 8))
 
 
 class _Integers(Codebook):
