@@ -83,7 +83,7 @@ def test_a_start_from_gradients_is_recorded_and_scored_again(
     manifest, plain = Manifest.read(run.manifest), Manifest.read(finished_with(*LEARN).manifest)
     assert manifest.results["base_val_loss"] == plain.results["base_val_loss"]
     assert manifest.results["tuned_val_loss"] < plain.results["base_val_loss"]
-    assert manifest.facts["init_micro_batches"] == 4
+    assert manifest.facts["init_micro_batches"] == 2
     (event,) = [e for e in read_events(run.telemetry) if e["event"] == "initialisation"]
     assert len(event["payload"]["layers"]) == 14
     assert peft_loss(run) == pytest.approx(manifest.results["peft_view_val_loss"], rel=1e-5)
