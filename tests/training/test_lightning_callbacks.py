@@ -116,7 +116,7 @@ def test_what_documented_callbacks_log_is_in_telemetry_report_and_wandb(lab, mir
     show = staticmethod(lambda rows, *_, **__: summaries.append(dict(rows)))
     monkeypatch.setattr(ModelSummary, "summarize", show)
     names = ["default", *DOCUMENTED, "logs", "media"]
-    run = lab(f"callbacks=[{','.join(names)}]", "logger=wandb", "trainer.val_check_interval=8")
+    run = lab(f"callbacks=[{','.join(names)}]", "logger=wandb", "trainer.val_check_interval=4")
     found, steps = logged(run), [1, 2, 3, 4]
     assert [step for step, name in found if name == "lr-AdamW"] == steps
     assert set(found[2, "lr-AdamW"]) == {1e-3}
