@@ -152,7 +152,7 @@ def test_the_head_alone_gets_a_name_of_its_own_unless_asked(tmp_path):
     ("change", "reason"),
     [
         (lambda keys, _: keys.pop("lm_head"), "no delta for a tied head"),
-        (lambda _, base: base.update({"lm_head.weight": torch.ones(V, D)}), "the base has an untied head"),
+        (lambda _, base: base.update({"lm_head.weight": torch.ones(V, D)}), "has an untied head"),
     ],
     ids=["no head", "untied base"],
 )
