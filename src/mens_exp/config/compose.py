@@ -384,8 +384,8 @@ def from_yaml(path: Path) -> DictConfig:
 
 
 @functools.lru_cache(maxsize=4)  # a merge asks five times
-def _loaded(path: Path, data: bytes, _: Any) -> DictConfig:
-    """Load a stored configuration into the schemas; the same object for the same content."""
+def _loaded(path: Path, data: bytes, _own_options: Any) -> DictConfig:
+    """Load a stored configuration into the schemas, which the user's own options extend."""
     stored = _mapping_in(path, data)
     refuse_untrusted(OmegaConf.to_container(stored), path)
     _move_keys(stored)

@@ -99,16 +99,10 @@ def _cleared(values_N: torch.Tensor, low: int, high: int, threshold: int) -> tor
 
 @functools.cache
 def _compiled_cleared() -> Callable[[torch.Tensor, int, int, int], torch.Tensor]:
-    """Return `_cleared` as one kernel for all keys and numbers of elements.
+    """Return `_cleared` as one kernel for all keys and numbers of elements."""
+    from mens_exp.model.compiled import read_no_stored_graphs
 
-    Torch's caches of graphs are switched off in this process. They do not know the instruction set:
-    a graph made for AVX2 gave uninitialized numbers under AVX-512, and the other way round.
-    """
-    import torch._functorch.config as autograd
-    import torch._inductor.config as inductor
-
-    inductor.fx_graph_cache = False
-    autograd.enable_autograd_cache = False
+    read_no_stored_graphs()
     return torch.compile(_cleared, dynamic=True)
 
 

@@ -6,9 +6,8 @@ that request frozen weights again in the backward pass, or depend on the documen
 bounds of documents pass around the graphs, so a new packing needs no new graph.
 
 Every graph is made by :meth:`CompiledLayers.warm_up`, from the first micro-batch of the run, and
-torch's caches of graphs are off: a kernel may depend on the sizes from which it was made. Later
-passes use these graphs; code for which none fits runs eagerly. A resumed run therefore has the same
-kernels.
+none is read from disk. Later passes use these graphs; code for which none fits runs eagerly. A
+resumed run therefore has the same kernels.
 """
 
 from __future__ import annotations
@@ -27,6 +26,19 @@ if TYPE_CHECKING:
 
 NUMERICS = "compiled between projections 1"  # as records name it
 _CHECKPOINTING: Final = "forward_with_checkpointing"  # transformers' wrapper of a layer's forward
+
+
+def read_no_stored_graphs() -> None:
+    """Switch off torch's caches of compiled graphs in this process.
+
+    A kernel may depend on the sizes from which it was made. The caches do not know the CPU's
+    instruction set either: a graph made for AVX2 gave uninitialized numbers under AVX-512.
+    """
+    import torch._functorch.config as autograd
+    import torch._inductor.config as inductor
+
+    inductor.fx_graph_cache = False
+    autograd.enable_autograd_cache = False
 
 
 class CompiledLayers:
@@ -76,17 +88,12 @@ class CompiledLayers:
         Raises:
             RuntimeError: torch cannot compile the layers, or not once and for all.
         """
-        import torch._functorch.config as autograd
-        import torch._inductor.config as inductor
         from torch._dynamo.utils import counters
 
+        read_no_stored_graphs()
         torch.compiler.reset()  # graphs of an earlier run in this process would fit, too
         before = counters["stats"]["unique_graphs"]
-        with (
-            warnings.catch_warnings(),
-            inductor.patch(fx_graph_cache=False),
-            autograd.patch(enable_autograd_cache=False),
-        ):
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # tracing looks at tensors in ways that warn
             one_pass()
             with torch.compiler.set_stance("fail_on_recompile"):
