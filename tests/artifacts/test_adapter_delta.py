@@ -79,8 +79,8 @@ def test_a_plain_adapter_is_portable_as_it_is(adapter, tensors):
 
 @pytest.mark.parametrize("function", [deltas, portable])
 def test_a_dora_is_no_delta(adapter, tensors, function):
-    """The update depends on the base weight, so it is refused; the message suggests format=peft."""
-    with pytest.raises(DataError, match=r"DoRA is not a delta.*format=peft"):
+    """The update depends on the base weight, so it is refused; export.format=peft is named."""
+    with pytest.raises(DataError, match=r"DoRA is not a delta.*export.format=peft"):
         function(with_ours(adapter, variant="dora"), tensors)
 
 

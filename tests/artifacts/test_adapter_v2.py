@@ -125,7 +125,7 @@ def test_what_v2_has_no_word_for_is_refused(tied, ours, message):
     """The message names what v2 cannot express and suggests another format."""
     with pytest.raises((DataError, Problems), match=message) as caught:
         lower(dataclasses.replace(tied, mens_exp=ours))
-    assert "format=v3" in str(caught.value)
+    assert "export.format=v3" in str(caught.value)
 
 
 def test_a_v2_is_no_v3_and_the_other_way_round(golden, tmp_path):

@@ -37,7 +37,7 @@ NEEDS = {
     "task=inspect": ["path=latest"],
     "task=merge": ["path=latest"],
     "task=promote": ["policy=burn_rnd", "path=compare.json", "ledger=ledger.jsonl"],
-    "task=push": ["path=latest", "repo=me/adapter"],
+    "task=push": ["path=latest", "push.repo=me/adapter"],
     "task=sync": ["path=latest"],
 }
 

@@ -193,7 +193,7 @@ def test_nothing_of_a_malicious_run_is_called(
     asked = {
         "resume": ["resume=theirs", "trainer.max_steps=9"],
         "evaluate": ["task=evaluate", "path=theirs"],
-        "chat": ["task=chat", "path=theirs", "prompt=hello"],
+        "chat": ["task=chat", "path=theirs", "chat.prompt=hello"],
     }[task]
     assert cli.main(asked) == 2
     said = " ".join(capsys.readouterr().err.split())

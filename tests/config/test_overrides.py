@@ -475,12 +475,12 @@ def test_an_adapter_s_file_may_be_named_in_short():
 )
 def test_a_prompt_may_have_any_characters(question):
     """The prompt arrives as the shell passed it, even if normalized twice; null means no prompt."""
-    texts = spelled_out(spelled_out(["task=chat", "path=base", f"prompt={question}"]))
+    texts = spelled_out(spelled_out(["task=chat", "path=base", f"chat.prompt={question}"]))
     (cell,) = check(texts).cells
-    assert cell.config.prompt == question
-    assert spelled_out(["prompt=null", "prompt='quoted, already'"]) == [
-        "prompt=null",
-        "prompt='quoted, already'",
+    assert cell.config.chat.prompt == question
+    assert spelled_out(["chat.prompt=null", "chat.prompt='quoted, already'"]) == [
+        "chat.prompt=null",
+        "chat.prompt='quoted, already'",
     ]
 
 

@@ -59,11 +59,11 @@ def test_the_code_of_the_card_runs_as_it_stands(finished_with, tmp_path, monkeyp
 def test_the_card_of_an_export_loads_its_directory(finished, tmp_path, monkeypatch, capsys):
     """The moved directory still has its tokenizer and chat template."""
     out = tmp_path / "out"
-    words = ["task=export", "format=peft", f"path={finished.path}", f"out={out}"]
+    words = ["task=export", "export.format=peft", f"path={finished.path}", f"out={out}"]
     assert cli.main([*words, f"hydra.run.dir={tmp_path / 'export'}"]) == 0
     said = capsys.readouterr().out
     assert "All 14 tensors were read back" in said
-    assert "task=export path=base format=hf model=tiny_llama out=tiny_llama" in said
+    assert "task=export path=base export.format=hf model=tiny_llama out=tiny_llama" in said
     out = out.rename(tmp_path / "elsewhere")
     block = code_of(out / "README.md")
     model, tokenizer = loaded(block, monkeypatch, out)

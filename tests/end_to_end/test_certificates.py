@@ -271,7 +271,7 @@ def exported(run, tmp_path):
 @pytest.mark.parametrize(("dtype", "rel"), [("f32", 1e-6), ("f16", 2e-4)])
 def test_a_run_leaves_as_gguf_with_its_certificate(dtype, rel, run, exported, of_gguf):
     """Merged in f32 and rounded once; transformers reads weights and tokenizer from the file."""
-    out = exported("format=gguf", f"gguf.dtype={dtype}")
+    out = exported("export.format=gguf", f"gguf.dtype={dtype}")
     assert Certificate.read(out / "parity.json").comparisons["written"]["mean_kl"] < 0.005
     assert read_handoff(out).tokenizer_source == "model.gguf"
     assert of_gguf(out) == validated(run, rel=rel)
@@ -307,7 +307,7 @@ def test_eight_bits_of_gguf_are_the_merged_weights_rounded_once(
     assert code == 0
     expected = written_loss(run, plain, in_q8_0)
     shutil.rmtree(tmp_path / "record")
-    out = exported("format=gguf", "gguf.dtype=q8_0")
+    out = exported("export.format=gguf", "gguf.dtype=q8_0")
     assert Certificate.read(out / "parity.json").comparisons["written"]["mean_kl"] < 0.005
     assert read_handoff(out).tokenizer_source == "model.gguf"
     assert of_gguf(out) == pytest.approx(expected, rel=1e-5)
@@ -317,14 +317,14 @@ def test_eight_bits_of_gguf_are_the_merged_weights_rounded_once(
 @pytest.mark.parametrize(
     ("overrides", "family", "files"),
     [
-        (["format=hf"], "hf-transformers", {"config.json", "model.safetensors"}),
-        (["format=ollama"], "ollama", {"Modelfile", "config.json", "model.safetensors"}),
+        (["export.format=hf"], "hf-transformers", {"config.json", "model.safetensors"}),
+        (["export.format=ollama"], "ollama", {"Modelfile", "config.json", "model.safetensors"}),
         (
-            ["format=ollama", "ollama.form=adapter"],
+            ["export.format=ollama", "ollama.form=adapter"],
             "ollama",
             {"Modelfile", "adapter_config.json", "adapter_model.safetensors"},
         ),
-        (["format=vllm"], "vllm", {"adapter_config.json", "adapter_model.safetensors"}),
+        (["export.format=vllm"], "vllm", {"adapter_config.json", "adapter_model.safetensors"}),
     ],
     ids=["hf", "ollama", "ollama adapter", "vllm"],
 )

@@ -245,7 +245,7 @@ def test_a_format_that_only_a_header_names_has_its_own_block(train_in, tiny_base
     for command in (
         ["task=merge", "parity.tokens=64", f"path={run.path}", f"out={tmp_path / 'known'}"],
         [
-            *("task=export", f"path={tmp_path / 'peft'}", "format=v3", "model=tiny_llama"),
+            *("task=export", f"path={tmp_path / 'peft'}", "export.format=v3", "model=tiny_llama"),
             *("export.base_quant=mxfp4", f"out={tmp_path / 'told'}"),
         ],
         [

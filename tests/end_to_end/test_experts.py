@@ -231,7 +231,7 @@ def test_what_follows_a_run_reads_its_experts(name, trained_on, mixture, tmp_pat
     run = trained_on(name, *UNQUANTIZED)
     theirs = load_file(run.peft / "adapter_model.safetensors")
     out = tmp_path / "peft"
-    command = ["task=export", f"path={run.path}", "format=peft", f"out={out}"]
+    command = ["task=export", f"path={run.path}", "export.format=peft", f"out={out}"]
     assert cli.main([*command, f"hydra.run.dir={tmp_path / 'export'}"]) == 0
     written = load_file(out / "adapter_model.safetensors")
     assert written.keys() == theirs.keys()
@@ -260,7 +260,7 @@ def test_what_follows_a_run_reads_its_experts(name, trained_on, mixture, tmp_pat
 def test_vllm_is_not_given_experts(trained_on, tmp_path, capsys):
     """The message suggests task=merge."""
     run = trained_on("mixtral", *UNQUANTIZED)
-    command = ["task=export", f"path={run.path}", "format=vllm", f"out={tmp_path / 'out'}"]
+    command = ["task=export", f"path={run.path}", "export.format=vllm", f"out={tmp_path / 'out'}"]
     assert cli.main([*command, f"hydra.run.dir={tmp_path / 'run'}"]) == 2
     said = capsys.readouterr().err
     assert "adapters on experts" in said

@@ -99,7 +99,7 @@ def test_it_merges_whole_and_names_what_wants_a_known_family(
     capsys.readouterr()
     refused = [
         [*merge, "merge.mode=subset", f"out={tmp_path / 'b'}"],
-        ["task=export", "format=gguf", f"path={run.path}", f"out={tmp_path / 'c'}"],
+        ["task=export", "export.format=gguf", f"path={run.path}", f"out={tmp_path / 'c'}"],
     ]
     for number, command in enumerate(refused):
         assert cli.main([*command, f"hydra.run.dir={tmp_path / str(number)}"]) == 2

@@ -146,9 +146,9 @@ def test_peft_written_again_keeps_its_logits(made, tmp_path, name):
 
 @pytest.mark.parametrize("form", [V2, V3], ids=lambda form: form.value)
 def test_a_dora_is_no_delta_and_leaves_as_peft_alone(made, tmp_path, form):
-    """The message gives the reason and suggests format=peft; nothing is written."""
+    """The message gives the reason and suggests export.format=peft; nothing is written."""
     theirs, _, described = made("llama", **QV, use_dora=True)
-    with pytest.raises(DataError, match=r"DoRA is not a delta.*format=peft"):
+    with pytest.raises(DataError, match=r"DoRA is not a delta.*export.format=peft"):
         convert(theirs, form, tmp_path / "out", described)
     assert not (tmp_path / "out").exists()
 

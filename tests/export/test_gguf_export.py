@@ -31,7 +31,7 @@ def model(tiny_base, tmp_path, monkeypatch):
 def test_the_command_writes_the_file_a_modelfile_and_the_record(model, tmp_path):
     """Exporting a second time replaces the directory with the same bytes."""
     for number in ("1", "2"):
-        overrides = ["format=gguf", "path=merged", "out=out", f"hydra.run.dir=run{number}"]
+        overrides = ["export.format=gguf", "path=merged", "out=out", f"hydra.run.dir=run{number}"]
         assert cli.main(["task=export", *overrides]) == 0
     out = tmp_path / "out"
     names = ["Modelfile", "external_serving_handoff_v1.json", "model.gguf", "parity.json"]
@@ -53,7 +53,7 @@ def test_the_command_writes_the_file_a_modelfile_and_the_record(model, tmp_path)
 
 def test_without_out_it_lies_in_the_run(model, tmp_path):
     """The directory is named after the format."""
-    overrides = ["format=gguf", f"path={model}", "gguf.dtype=q8_0", "hydra.run.dir=run"]
+    overrides = ["export.format=gguf", f"path={model}", "gguf.dtype=q8_0", "hydra.run.dir=run"]
     assert cli.main(["task=export", *overrides]) == 0
     assert (tmp_path / "run" / "gguf" / "model.gguf").is_file()
 
@@ -61,22 +61,31 @@ def test_without_out_it_lies_in_the_run(model, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["format=gguf"], "path: nothing to export"),
-        (["format=gguf", "path=merged", "out=merged"], "out: already exists"),
+        (["export.format=gguf"], "path: nothing to export"),
+        (["export.format=gguf", "path=merged", "out=merged"], "out: already exists"),
         (
-            ["format=gguf", "path=merged", "export.checkpoints=true"],
-            "has no effect with format=gguf",
+            ["export.format=gguf", "path=merged", "export.checkpoints=true"],
+            "has no effect with export.format=gguf",
         ),
-        (["path=merged", "gguf.dtype=f32"], "has no effect with format=bundle"),
-        (["format=v3", "path=merged", "parity.tokens=9"], "has no effect with format=v3"),
-        (["format=vllm", "path=merged", "data=stdlib"], "has no effect with format=vllm"),
-        (["format=ollama", "path=merged", "model=tiny_llama"], "has no effect with format=ollama"),
+        (["path=merged", "gguf.dtype=f32"], "has no effect with export.format=bundle"),
         (
-            ["format=ollama", "ollama.form=adapter", "path=merged", "merge.dtype=f32"],
-            "has no effect with format=ollama",
+            ["export.format=v3", "path=merged", "parity.tokens=9"],
+            "has no effect with export.format=v3",
         ),
-        (["format=gguf", "path=base"], "path: "),
-        (["format=gguf", "path=merged", "gguf.dtype=q4_0"], "gguf.dtype"),
+        (
+            ["export.format=vllm", "path=merged", "data=stdlib"],
+            "has no effect with export.format=vllm",
+        ),
+        (
+            ["export.format=ollama", "path=merged", "model=tiny_llama"],
+            "has no effect with export.format=ollama",
+        ),
+        (
+            ["export.format=ollama", "ollama.form=adapter", "path=merged", "merge.dtype=f32"],
+            "has no effect with export.format=ollama",
+        ),
+        (["export.format=gguf", "path=base"], "path: "),
+        (["export.format=gguf", "path=merged", "gguf.dtype=q4_0"], "gguf.dtype"),
     ],
 )
 def test_a_command_that_asks_for_something_else_is_refused(
@@ -96,7 +105,7 @@ def test_what_is_neither_a_model_nor_an_adapter_is_refused(tmp_path, monkeypatch
     """Exit code 2 before a run directory is created."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
-    assert cli.main(["task=export", "format=gguf", "path=empty"]) == 2
+    assert cli.main(["task=export", "export.format=gguf", "path=empty"]) == 2
     assert "there is no adapter" in capsys.readouterr().err
 
 
@@ -110,7 +119,7 @@ def test_a_missing_library_is_told_before_a_run_is_opened(
     import sys
 
     monkeypatch.setitem(sys.modules, "gguf", None)
-    assert cli.main(["task=export", "format=gguf", f"path={model}"]) == 3
+    assert cli.main(["task=export", "export.format=gguf", f"path={model}"]) == 3
     assert "pip install 'mens-exp[gguf]'" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == [model]
 
@@ -127,11 +136,16 @@ def test_a_tokenizer_without_merges_is_refused_before_the_merge(
     monkeypatch.setattr("mens_exp.export.merge.write_directory", merged)
     if base == "to be made":
         monkeypatch.setenv("MENS_EXP_CACHE", str(tmp_path / "cache"))
-    command = ["task=export", "format=gguf", f"path={finished.path}", f"out={tmp_path / 'out'}"]
+    command = [
+        "task=export",
+        "export.format=gguf",
+        f"path={finished.path}",
+        f"out={tmp_path / 'out'}",
+    ]
     assert cli.main([*command, f"hydra.run.dir={tmp_path / 'record'}"]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "tokenizer has no merges" in said
     assert "found BPE without merges expected BPE with merges" in said
-    assert "format=hf" in said
+    assert "export.format=hf" in said
     assert not (tmp_path / "out").exists()
     assert (tmp_path / "record").exists() is (base == "to be made")

@@ -9,7 +9,7 @@ from mens_exp.artifacts.run_dir import RunDir
 
 @pytest.fixture
 def asked(finished):
-    return ["task=push", f"path={finished.path}", "repo=me/adapter", "hydra.run.dir=push"]
+    return ["task=push", f"path={finished.path}", "push.repo=me/adapter", "hydra.run.dir=push"]
 
 
 @pytest.fixture
@@ -130,6 +130,6 @@ def test_a_hub_that_does_not_answer_is_the_environments_fault(asked, monkeypatch
 @pytest.mark.parametrize("repo", ["adapter", "me/", "https://host/me/adapter", "me/a/b"])
 def test_a_repository_is_a_user_and_a_name(hub, asked, repo, capsys):
     """Any other name is refused before a request is sent."""
-    assert cli.main([*asked, f"repo={repo}"]) == 2
+    assert cli.main([*asked, f"push.repo={repo}"]) == 2
     assert "<user>/<name>" in capsys.readouterr().err
     assert hub.requests == []

@@ -138,7 +138,7 @@ def test_an_export_of_mixed_ranks_is_no_start(run, tmp_path):
     ours = {"rank_pattern": {"l0.q": 2}, "scale": "header"}
     mixed = dataclasses.replace(manifest, rank=4, mens_exp=ours)
     write_adapter(tmp_path / "mixed", mixed, tensors)
-    with pytest.raises(DataError, match=r"one scale.*task=export path=.*format=peft"):
+    with pytest.raises(DataError, match=r"one scale.*task=export path=.*export.format=peft"):
         read(tmp_path / "mixed", LLAMA)
 
 

@@ -354,15 +354,15 @@ def test_validation_of_the_base_has_no_virtual_tokens(run, finished_with):
     ("command", "words"),
     [
         ("task=merge out={out}", "cannot be merged into its weights"),
-        ("task=export format=hf out={out}", "cannot be merged into its weights"),
-        ("task=export format=vllm out={out}", "vLLM loads LoRA adapters alone"),
+        ("task=export export.format=hf out={out}", "cannot be merged into its weights"),
+        ("task=export export.format=vllm out={out}", "vLLM loads LoRA adapters alone"),
         (
-            "task=export format=ollama ollama.form=adapter out={out}",
+            "task=export export.format=ollama ollama.form=adapter out={out}",
             "Ollama loads LoRA adapters alone",
         ),
-        ("task=export format=peft out={out}", "use adapter/peft of its run"),
-        ("task=export format=v3 out={out}", "prompt tuning changes no weight"),
-        ("task=export format=v2 out={out}", "prompt tuning changes no weight"),
+        ("task=export export.format=peft out={out}", "use adapter/peft of its run"),
+        ("task=export export.format=v3 out={out}", "prompt tuning changes no weight"),
+        ("task=export export.format=v2 out={out}", "prompt tuning changes no weight"),
         ("task=serve", "is an adapter, not a complete model"),
     ],
 )

@@ -321,7 +321,7 @@ def test_unknown_family_is_planned_with_a_note_of_what_refuses_it():
     assert all(family in note for family in FAMILIES)
     assert note.endswith(
         "refuses it: backend=proxy, backend=burn with tokenizer=hf, task=merge merge.mode=subset, "
-        "task=export format=gguf"
+        "task=export export.format=gguf"
     )
     assert execution_plan(contract(), around("llama", forced="qlora")).notes == ()
     # A model that nobody has read is not called unknown.

@@ -231,7 +231,7 @@ def test_unknown_family_is_planned_with_what_refuses_it(on_directory, base, tmp_
         "backend=proxy",
         "backend=burn with tokenizer=hf",
         "task=merge merge.mode=subset",
-        "task=export format=gguf",
+        "task=export export.format=gguf",
     ]
     assert plan["layout"] == {"model_type": "novel", "verified": False, "refused": refusing}
     (note,) = plan["notes"]

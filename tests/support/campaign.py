@@ -124,7 +124,7 @@ TASKS = [
     Task(
         "export",
         "trained",
-        *_twice("task=export", "path=run", "format=peft", "out=out1", other=("out=out2",)),
+        *_twice("task=export", "path=run", "export.format=peft", "out=out1", other=("out=out2",)),
     ),
     Task("corpus", "project", *_twice(*CORPUS)),
     Task("sweep", "encoded", (*SWEEP, "seed=1,2"), (("sweep.resume=all",), (*SWEEP, "seed=1,2"))),

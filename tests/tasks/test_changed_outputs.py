@@ -44,10 +44,10 @@ def refused(capsys, tmp_path, *command, code=2):
     "command",
     [
         ("task=merge", "logger=none", "path={run}"),
-        ("task=export", "path={run}", "format=peft"),
-        ("task=export", "path={run}", "format=bundle"),
+        ("task=export", "path={run}", "export.format=peft"),
+        ("task=export", "path={run}", "export.format=bundle"),
         ("task=evaluate", "path={run}", "suite=heldout_syntax", "suite.items=1", "logger=none"),
-        ("task=chat", "path={run}", "prompt=hello"),
+        ("task=chat", "path={run}", "chat.prompt=hello"),
         ("model=tiny_llama", "trainer=cpu", "logger=none", "suite=none", "lora.init_from={run}"),
     ],
     ids=["merge", "peft", "bundle", "evaluate", "chat", "continue"],
@@ -100,7 +100,7 @@ def test_a_template_whose_hash_an_older_run_did_not_list_is_compared_with_its_in
     del manifest.outputs["chat_template.jinja"]
     manifest.write(copied.manifest)
     copied.chat_template.write_text(copied.chat_template.read_text("utf-8") + " ", "utf-8")
-    for command in (["task=merge"], ["task=export", "format=peft"]):
+    for command in (["task=merge"], ["task=export", "export.format=peft"]):
         said = refused(
             capsys, tmp_path / command[-1].partition("=")[2], *command, f"path={copied.path}"
         )
@@ -134,7 +134,7 @@ def outputs(finished, tmp_path_factory):
     root = tmp_path_factory.mktemp("outputs")
     merge = ["task=merge", f"path={finished.path}", f"out={root / 'model'}", "parity.tokens=64"]
     assert cli.main([*merge, "parity.accept=true", f"hydra.run.dir={root / 'a' / 'merge'}"]) == 0
-    export = ["task=export", f"path={finished.path}", "format=peft", f"out={root / 'peft'}"]
+    export = ["task=export", f"path={finished.path}", "export.format=peft", f"out={root / 'peft'}"]
     assert cli.main([*export, f"hydra.run.dir={root / 'a' / 'export'}"]) == 0
     return root
 
@@ -179,7 +179,7 @@ def test_a_certificate_that_cannot_be_read_vouches_for_nothing(output):
 
 @pytest.mark.parametrize(
     "command",
-    [("task=serve", "path={model}"), ("task=export", "format=gguf", "path={model}")],
+    [("task=serve", "path={model}"), ("task=export", "export.format=gguf", "path={model}")],
     ids=["serve", "gguf"],
 )
 def test_commands_refuse_a_merged_model_that_differs_from_its_certificate(
@@ -214,9 +214,9 @@ def test_a_base_of_another_configuration_is_refused_by_every_reader(
     for number, command in enumerate(
         [
             ["task=evaluate", *suite],
-            ["task=chat", "prompt=hello"],
+            ["task=chat", "chat.prompt=hello"],
             ["task=merge"],
-            ["task=export", "format=peft"],
+            ["task=export", "export.format=peft"],
         ]
     ):
         said = refused(capsys, tmp_path / str(number), *command, f"path={run.path}")

@@ -97,7 +97,7 @@ def test_a_prompt_is_encoded_as_in_training(talk):
 
 def test_one_prompt_is_answered_in_plain_sections(chat, finished, capsys):
     """Output to a pipe has each model's answer under its title, and no input is requested."""
-    said = chat(f"path={finished.path}", "prompt=hello")
+    said = chat(f"path={finished.path}", "chat.prompt=hello")
     (turn,) = said["turns"]
     assert turn["user"] == "hello"
     assert set(turn["answers"]) == {"base", "tuned"}
@@ -122,7 +122,7 @@ def test_typed_lines_are_turns_until_the_end_of_input(chat, finished, capsys):
 
 def test_the_base_model_alone_can_be_talked_to(chat):
     """With path=base the command's own model answers, in a single column."""
-    said = chat("path=base", "model=tiny_llama", "trainer=cpu", "prompt=hello")
+    said = chat("path=base", "model=tiny_llama", "trainer=cpu", "chat.prompt=hello")
     assert said["subject"] == "base"
     assert set(said["turns"][0]["answers"]) == {"base"}
 

@@ -47,7 +47,7 @@ def logits(base, directory):
 
 def test_a_runs_adapter_leaves_as_peft(finished, tiny_base, export, tmp_path):
     """Its logits equal those of the view PEFT itself wrote, and the chat template is included."""
-    said = export(f"path={finished.path}", "format=peft", "out=there", "hydra.run.dir=own")
+    said = export(f"path={finished.path}", "export.format=peft", "out=there", "hydra.run.dir=own")
     there = tmp_path / "here" / "there"
     expected = logits(tiny_base, finished.peft)
     np.testing.assert_allclose(logits(tiny_base, there), expected, atol=1e-5, rtol=0)
@@ -67,14 +67,16 @@ def test_tuned_norms_leave_in_pefts_form_alone(finished_with, tiny_base, export,
     run = finished_with("lora=ln_tuning", "optim.lr=1e-2")
     for form, said in (
         ("v2", "tuned norms are not a delta"),
-        ("v3", "export it with format=peft"),
+        ("v3", "export it with export.format=peft"),
         ("vllm", "vLLM loads LoRA adapters alone"),
         ("ollama", "choose ollama.form=merged"),
     ):
         more = ["ollama.form=adapter"] if form == "ollama" else []
-        assert said in " ".join(export(f"path={run.path}", f"format={form}", *more, code=2).split())
+        assert said in " ".join(
+            export(f"path={run.path}", f"export.format={form}", *more, code=2).split()
+        )
         assert list((tmp_path / "here").iterdir()) == []
-    export(f"path={run.path}", "format=peft", "out=there", "hydra.run.dir=own")
+    export(f"path={run.path}", "export.format=peft", "out=there", "hydra.run.dir=own")
     found, own = (logits(tiny_base, one) for one in (tmp_path / "here" / "there", run.peft))
     np.testing.assert_array_equal(found, own)
     _, tensors = read_adapter(run.adapter)
@@ -86,14 +88,14 @@ def test_tuned_norms_leave_in_pefts_form_alone(finished_with, tiny_base, export,
 @pytest.mark.parametrize("form", ["v2", "v3", "peft"])
 def test_without_out_it_lies_in_the_exports_own_run(finished, export, tmp_path, form):
     """The outputs of the export's own run list its hashes; an export can be exported again."""
-    export(f"path={finished.path}", f"format={form}", "hydra.run.dir=own")
+    export(f"path={finished.path}", f"export.format={form}", "hydra.run.dir=own")
     own = tmp_path / "here" / "own"
     outputs = Manifest.read(own / "manifest.json").outputs
     assert {one for one in outputs if one.startswith("adapter/")} == {
         f"adapter/{file.name}" for file in (own / "adapter").iterdir()
     }
     given = ["model=tiny_llama"] if form == "peft" else []
-    export("path=own/adapter", "format=v3", "out=again", *given)
+    export("path=own/adapter", "export.format=v3", "out=again", *given)
     source, ours = read_adapter(finished.adapter)
     after, again = read_adapter_directory(tmp_path / "here" / "again")
     for layer, (A_RI, B_OR, scale) in deltas(source, ours).items():
@@ -105,14 +107,14 @@ def test_without_out_it_lies_in_the_exports_own_run(finished, export, tmp_path, 
 def test_latest_is_the_training_run_that_started_last(finished, export, tmp_path):
     """Among the runs in ./outputs; the record has its name instead of the word `latest`."""
     run = shutil.copytree(finished.path, tmp_path / "here" / "outputs" / "train" / "x" / "run")
-    export("path=latest", "format=v3", "hydra.run.dir=own")
+    export("path=latest", "export.format=v3", "hydra.run.dir=own")
     record = Manifest.read(tmp_path / "here" / "own" / "manifest.json")
     assert record.inputs["subject"] == str(run.relative_to(tmp_path / "here") / "adapter")
 
 
 def test_a_plain_run_leaves_as_v3_byte_for_byte(finished, export, tmp_path):
     """A plain adapter needs no folding, so its tensors are written unchanged."""
-    export(f"path={finished.path}", "format=v3", "out=there")
+    export(f"path={finished.path}", "export.format=v3", "out=there")
     for name in ("adapter.safetensors", "adapter_manifest.json"):
         written = (tmp_path / "here" / "there" / name).read_bytes()
         assert written == (finished.adapter / name).read_bytes()
@@ -121,28 +123,44 @@ def test_a_plain_run_leaves_as_v3_byte_for_byte(finished, export, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["path=nowhere", "format=peft"], "there is no adapter"),
-        (["path=nowhere", "format=peft"], "nowhere, which does not exist"),
-        (["path=nowhere", "format=peft"], "next write path=latest"),
-        (["path={run}", "format=peft", "model=tiny_llama"], "which names its own"),
+        (["path=nowhere", "export.format=peft"], "there is no adapter"),
+        (["path=nowhere", "export.format=peft"], "nowhere, which does not exist"),
+        (["path=nowhere", "export.format=peft"], "next write path=latest"),
+        (["path={run}", "export.format=peft", "model=tiny_llama"], "which names its own"),
         (
-            ["path={run}", "format=v3", "export.base_quant=nf4"],
+            ["path={run}", "export.format=v3", "export.base_quant=nf4"],
             "records how its base was quantized",
         ),
-        (["path={run}", "format=v3", "export.checkpoints=true"], "no effect with format=v3"),
-        (["path={run}", "format=bundle", "model=tiny_gpt2"], "no effect with format=bundle"),
-        (["path={run}", "export.double_quant=true"], "no effect with format=bundle"),
-        (["path={run}", "format=gguf7"], "gguf7"),
-        (["path={run}", "format=v3", "out={run}"], "already exists"),
-        (["path={run}", "format=v3", "out=."], "already exists"),
-        (["path={run}", "format=hf", "out=."], "already exists"),
-        (["path=base", "format=hf", "model=tiny_llama", "out=."], "already exists"),
         (
-            ["path={run}", "format=v3", "export.base_quant=none", "export.double_quant=true"],
+            ["path={run}", "export.format=v3", "export.checkpoints=true"],
+            "no effect with export.format=v3",
+        ),
+        (
+            ["path={run}", "export.format=bundle", "model=tiny_gpt2"],
+            "no effect with export.format=bundle",
+        ),
+        (["path={run}", "export.double_quant=true"], "no effect with export.format=bundle"),
+        (["path={run}", "export.format=gguf7"], "gguf7"),
+        (["path={run}", "export.format=v3", "out={run}"], "already exists"),
+        (["path={run}", "export.format=v3", "out=."], "already exists"),
+        (["path={run}", "export.format=hf", "out=."], "already exists"),
+        (["path=base", "export.format=hf", "model=tiny_llama", "out=."], "already exists"),
+        (
+            [
+                "path={run}",
+                "export.format=v3",
+                "export.base_quant=none",
+                "export.double_quant=true",
+            ],
             "contradicts export.base_quant=none",
         ),
         (
-            ["path={run}", "format=v3", "export.base_quant=mxfp4", "export.double_quant=true"],
+            [
+                "path={run}",
+                "export.format=v3",
+                "export.base_quant=mxfp4",
+                "export.double_quant=true",
+            ],
             "contradicts export.base_quant=mxfp4, which has no scales",
         ),
     ],
@@ -170,7 +188,9 @@ def test_several_reasons_are_given_together(finished, export, tmp_path):
         for layer in manifest.layer_order
     }
     write_adapter(tmp_path / "dora", manifest, tensors)
-    text = export(f"path={tmp_path / 'dora'}", "format=v3", f"out={tmp_path / 'dora'}", code=2)
+    text = export(
+        f"path={tmp_path / 'dora'}", "export.format=v3", f"out={tmp_path / 'dora'}", code=2
+    )
     assert "DoRA is not a delta" in text
     assert "already exists" in text
 
@@ -203,7 +223,14 @@ def test_somebody_elses_peft_directory_becomes_v3(
     method,
 ):
     """The command's model names its layers; what the directory does not state may be given."""
-    export(f"path={theirs}", "format=v3", "model=tiny_llama", "out=v3", "hydra.run.dir=own", *given)
+    export(
+        f"path={theirs}",
+        "export.format=v3",
+        "model=tiny_llama",
+        "out=v3",
+        "hydra.run.dir=own",
+        *given,
+    )
     manifest, tensors = read_adapter(tmp_path / "here" / "v3")
     source, ours = read_adapter(finished.adapter)
     assert manifest.base_key_map == source.base_key_map
@@ -217,7 +244,7 @@ def test_somebody_elses_peft_directory_becomes_v3(
 
 def test_a_runs_own_peft_view_is_recorded_as_the_run_was(finished, export, tmp_path):
     """Quantization and model are those of the run, so neither has to be given."""
-    export(f"path={finished.peft}", "format=v3", "out=v3")
+    export(f"path={finished.peft}", "export.format=v3", "out=v3")
     manifest, _ = read_adapter(tmp_path / "here" / "v3")
     source, _ = read_adapter(finished.adapter)
     assert (manifest.quant, manifest.adapter_method) == (source.quant, source.adapter_method)
@@ -225,18 +252,18 @@ def test_a_runs_own_peft_view_is_recorded_as_the_run_was(finished, export, tmp_p
 
 def test_a_peft_directory_of_another_model_is_refused(theirs, export):
     """The command's model is SmolLM2 by default, which the directory does not match."""
-    text = export(f"path={theirs}", "format=v3", code=2)
+    text = export(f"path={theirs}", "export.format=v3", code=2)
     assert "the adapter is for another base model" in text
     assert "model.id" in text
 
 
 def test_a_v2_is_lifted_with_what_it_does_not_tell(finished, export, tmp_path):
     """Double quantization is assumed unless set; a model is not needed, and refused."""
-    export(f"path={finished.path}", "format=v2", "out=v2")
-    export("path=v2", "format=v3", "out=lifted", "export.double_quant=false")
+    export(f"path={finished.path}", "export.format=v2", "out=v2")
+    export("path=v2", "export.format=v3", "out=lifted", "export.double_quant=false")
     manifest, _ = read_adapter(tmp_path / "here" / "lifted")
     assert manifest.quant == {"base_quant": "nf4", "double_quant": False}
-    assert "takes all it needs" in export("path=v2", "format=v3", "model=tiny_llama", code=2)
+    assert "takes all it needs" in export("path=v2", "export.format=v3", "model=tiny_llama", code=2)
 
 
 def test_a_bundle_goes_where_out_says(finished, export, tmp_path):
@@ -272,14 +299,14 @@ def test_what_a_run_trained_is_what_leaves(
     """To PEFT directly and by way of v3, the logits equal those of PEFT's own view to 1e-5."""
     run = train_in(tmp_path / "run", "optim.lr=5e-3", *overrides)
     expected = logits(tiny_base, run.peft)
-    export(f"path={run.path}", "format=peft", "out=peft")
+    export(f"path={run.path}", "export.format=peft", "out=peft")
     ours = logits(tiny_base, tmp_path / "here" / "peft")
     np.testing.assert_allclose(ours, expected, atol=1e-5, rtol=0)
     if overrides == ["lora.variant=dora"]:
-        assert "DoRA is not a delta" in export(f"path={run.path}", "format=v3", code=2)
+        assert "DoRA is not a delta" in export(f"path={run.path}", "export.format=v3", code=2)
         return
-    export(f"path={run.path}", "format=v3", "out=v3")
-    export("path=v3", "format=peft", "out=back", "model=tiny_llama")
+    export(f"path={run.path}", "export.format=v3", "out=v3")
+    export("path=v3", "export.format=peft", "out=back", "model=tiny_llama")
     back = logits(tiny_base, tmp_path / "here" / "back")
     np.testing.assert_allclose(back, expected, atol=1e-5, rtol=0)
     manifest, _ = read_adapter(tmp_path / "here" / "v3")

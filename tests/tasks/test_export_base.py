@@ -13,7 +13,7 @@ from mens_exp.export.handoff import read_handoff
 from mens_exp.layout.model_cache import hash_weights
 from mens_exp.model.quiet import quiet
 
-WORDS = ["path=base", "format=hf", "model=tiny_llama"]
+WORDS = ["path=base", "export.format=hf", "model=tiny_llama"]
 
 
 @pytest.fixture
@@ -63,14 +63,20 @@ def test_settings_of_the_model_are_kept(export, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["path=base", "format=gguf"], "task=export format=hf"),
-        (["path=base"], "task=export format=hf"),
+        (["path=base", "export.format=gguf"], "task=export export.format=hf"),
+        (["path=base"], "task=export export.format=hf"),
         ([*WORDS, "out=mine"], "out: already exists"),
-        ([*WORDS, "merge.dtype=f32"], "merge.dtype: has no effect with format=hf and path=base"),
-        ([*WORDS, "parity.tokens=9"], "parity.tokens: has no effect with format=hf and path=base"),
-        ([*WORDS, "data=synthetic"], "data: has no effect with format=hf and path=base"),
+        (
+            [*WORDS, "merge.dtype=f32"],
+            "merge.dtype: has no effect with export.format=hf and path=base",
+        ),
+        (
+            [*WORDS, "parity.tokens=9"],
+            "parity.tokens: has no effect with export.format=hf and path=base",
+        ),
+        ([*WORDS, "data=synthetic"], "data: has no effect with export.format=hf and path=base"),
         ([*WORDS, "lora.r=4"], "lora.r: has no effect with task=export"),
-        (["path=base", "format=hf", "model=hf", "model.id=./nowhere"], "nowhere"),
+        (["path=base", "export.format=hf", "model=hf", "model.id=./nowhere"], "nowhere"),
     ],
 )
 def test_a_command_that_cannot_be_done_is_refused(export, tmp_path, overrides, said):

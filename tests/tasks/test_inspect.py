@@ -65,7 +65,7 @@ def test_every_form_of_an_adapter_has_the_same_deltas(
     beside = tmp_path / "runs"
     shutil.copytree(finished.path, beside / "run")
     out = beside / "exported"
-    typed("task=export", f"path={beside / 'run'}", f"format={form}", f"out={out}")
+    typed("task=export", f"path={beside / 'run'}", f"export.format={form}", f"out={out}")
     found = inspect(out)
     assert (found.kind, found.form) == (ArtifactKind.ADAPTER, form)
     assert found.certificate is not None
@@ -101,7 +101,7 @@ def test_a_run_of_every_weight_has_no_layers(train_in, inspect, tmp_path):
 def test_a_written_adapter_whose_run_is_gone_says_so(finished, typed, inspect, tmp_path):
     """The hash of the adapter that it was made from is still shown."""
     run = shutil.copytree(finished.path, tmp_path / "run")
-    typed("task=export", f"path={run}", "format=v3", f"out={tmp_path / 'gone' / 'out'}")
+    typed("task=export", f"path={run}", "export.format=v3", f"out={tmp_path / 'gone' / 'out'}")
     shutil.rmtree(run)
     found = inspect(tmp_path / "gone" / "out")
     before = found.lineage[1]

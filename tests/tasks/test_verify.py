@@ -318,7 +318,7 @@ def test_an_exported_adapter_is_certified_again(
     """Its tensors and PEFT's graph agree; one flipped byte of it is then found."""
     out = run.path.parent / "out"
     record = f"hydra.run.dir={run.path.parent / 'record'}"
-    typed("task=export", f"path={run.path}", f"format={form}", f"out={out}", record)
+    typed("task=export", f"path={run.path}", f"export.format={form}", f"out={out}", record)
     found = inspect(out, "inspect.verify=true")
     assert found.verification is not None
     assert "certificate: l0.q.relative" in {one["name"] for one in found.verification["checks"]}

@@ -248,7 +248,7 @@ def test_a_task_that_trains_nothing_is_named_after_what_it_does(
     typed = [
         "model=smollm2_135m",
         f"task={task}",
-        "format=gguf",
+        "export.format=gguf",
         "compare.factors=[lora.r]",
         "out=x",
     ]

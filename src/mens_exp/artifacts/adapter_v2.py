@@ -224,7 +224,7 @@ def _cannot(place: str, found: object, expected: str) -> DataError:
         where=place,
         found=found,
         expected=expected,
-        remedy="write it with format=v3 or format=peft",
+        remedy="write it with export.format=v3 or export.format=peft",
     )
 
 

@@ -449,7 +449,7 @@ def portable(
 
 def _refuse_no_delta(manifest: AdapterManifest) -> None:
     if manifest.form.no_delta is not None:
-        other = "export it with format=peft, or " if manifest.form.exports else ""
+        other = "export it with export.format=peft, or " if manifest.form.exports else ""
         raise DataError(
             manifest.form.no_delta,
             where="mens_exp.variant",

@@ -164,7 +164,7 @@ def _listed(text: str) -> str:
 def _question(text: str) -> str:
     key, _, question = text.partition("=")
     is_quoted = len(question) > 1 and question[0] == question[-1] and question[0] in "'\""
-    if key != "prompt" or question in {"", "null"} or is_quoted:
+    if key not in {"chat.prompt", "prompt"} or question in {"", "null"} or is_quoted:
         return text
     return override_of(key, question)
 

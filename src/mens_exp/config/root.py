@@ -37,7 +37,6 @@ from mens_exp.config.task import (
     AttributeConfig,
     ChatConfig,
     ExportConfig,
-    ExportFormat,
     GgufConfig,
     InspectConfig,
     MergeConfig,
@@ -103,9 +102,12 @@ _COMPILES = Condition(
 MOVED: dict[str, tuple[str, ...]] = {
     "base_shard": ("merge.base_shard",),
     "factors": ("compare.factors",),
+    "format": ("export.format",),
     "meta": ("merge.meta",),
     "open": ("promote.open_cycle",),
+    "prompt": ("chat.prompt",),
     "replay": ("inspect.replay", "promote.replay"),
+    "repo": ("push.repo",),
     "verify": ("inspect.verify",),
 }
 
@@ -137,11 +139,11 @@ class RunConfig:
         None,
         "What a task reads: a run directory, or `latest` (evaluate, chat, push, export, merge, "
         "inspect), the run that started last of those under outputs and up to two directories "
-        "below the working directory. chat, evaluate and export format=hf also accept `base`, the"
-        " model of the command alone. evaluate also accepts a run of task=merge, whose weights it"
-        " scores. evaluate, merge and export also accept the directory of an adapter in schema "
-        "v2, v3 or PEFT's form. serve, and export format=gguf, accept a complete model directory."
-        " inspect accepts all of these, a checkpoint, and what a merge or an export wrote. "
+        "below the working directory. chat, evaluate and export.format=hf also accept `base`, the "
+        "model of the command alone. evaluate also accepts a run of task=merge, whose weights it "
+        "scores. evaluate, merge and export also accept the directory of an adapter in schema "
+        "v2, v3 or PEFT's form. serve and export.format=gguf accept a complete model "
+        "directory. inspect accepts these, a checkpoint, and what a merge or an export wrote. "
         "compare and sync accept runs, sweeps, scorecard files and globs, several separated by "
         "commas; promote accepts compare.json files in the same way.",
         changes=Effect.NOTHING,
@@ -160,26 +162,6 @@ class RunConfig:
         only_if=(_BRINGS_NO_MODELS, _BY_PATH, COMPARES),
         idle=None,
         example="latest",
-    )
-    prompt: str | None = setting(
-        None,
-        "A single question for chat; null: a conversation that ends with Ctrl-D.",
-        changes=Effect.NOTHING,
-        read_by={"chat"},
-        example="'What is NF4?'",
-    )
-    repo: str | None = setting(
-        None,
-        "The hub's repository, <user>/<name> (push).",
-        changes=Effect.NOTHING,
-        read_by={"push"},
-        example="me/my-adapter",
-    )
-    format: ExportFormat = setting(
-        ExportFormat.bundle,
-        "Form to write (export): a whole run as a bundle, or its adapter in another format.",
-        changes=Effect.NOTHING,
-        read_by=EXPORT,
     )
     out: str | None = setting(
         None,
@@ -320,13 +302,13 @@ class RunConfig:
         GgufConfig,
         changes=Effect.NOTHING,
         read_by=EXPORT,
-        only_if=when("format", "gguf", tasks=EXPORT),
+        only_if=when("export.format", "gguf", tasks=EXPORT),
     )
     ollama: OllamaConfig = section(
         OllamaConfig,
         changes=Effect.NOTHING,
         read_by=EXPORT,
-        only_if=when("format", "ollama", tasks=EXPORT),
+        only_if=when("export.format", "ollama", tasks=EXPORT),
     )
     serve: ServeConfig = section(ServeConfig, changes=Effect.NOTHING, read_by={"serve"})
     inspect: InspectConfig = section(InspectConfig, changes=Effect.NOTHING, read_by={"inspect"})

@@ -50,6 +50,11 @@ class TaskConfig:
 class ChatConfig:
     """Settings of task=chat."""
 
+    prompt: str | None = setting(
+        None,
+        "A single question; null: a conversation that ends with Ctrl-D.",
+        example="'What is NF4?'",
+    )
     max_new_tokens: int = setting(256, "Longest answer, in tokens (a rough choice).", ge=1)
     temperature: float = setting(
         0.0, "0: the most likely token; above 0: tokens are sampled with `seed`.", ge=0
@@ -60,6 +65,9 @@ class ChatConfig:
 class PushConfig:
     """Settings of uploads by task=push."""
 
+    repo: str | None = setting(
+        None, "The hub's repository, <user>/<name>.", example="me/my-adapter"
+    )
     private: bool = setting(True, "Create a new repository as a private one.")
     message: str | None = setting(
         None, "Commit message; null names the run.", example="'First adapter'"
@@ -196,34 +204,38 @@ class AttributeConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ExportConfig:
-    """Settings of task=export other than `format` and `out`."""
+    """Settings of task=export other than `out`."""
 
+    format: ExportFormat = setting(
+        ExportFormat.bundle,
+        "Form to write: a whole run as a bundle, or its adapter in another format.",
+    )
     checkpoints: bool = setting(
         False,
         "Pack the training states too, so that the run can be continued elsewhere (bundle).",
-        only_if=when("format", "bundle"),
+        only_if=when("export.format", "bundle"),
     )
     allow_absolute_paths: bool = setting(
         False,
         "Pack even where the records name absolute paths of this machine (bundle).",
-        only_if=when("format", "bundle"),
+        only_if=when("export.format", "bundle"),
     )
     base_quant: QuantType | None = setting(
         None,
         "Quantization of the base during training, for adapters that do not record it; null: nf4 "
         "for schema v2, whose trainer has no other, and none for PEFT.",
-        only_if=when("format", "peft", "v2", "v3"),
+        only_if=when("export.format", "peft", "v2", "v3"),
     )
     double_quant: bool | None = setting(
         None,
         "Whether its scales were quantized too; null is true for nf4 and fp4, false for others.",
-        only_if=when("format", "peft", "v2", "v3"),
+        only_if=when("export.format", "peft", "v2", "v3"),
     )
 
 
 @dataclass(kw_only=True, slots=True)
 class GgufConfig:
-    """Settings of task=export format=gguf."""
+    """Settings of export.format=gguf."""
 
     dtype: GgufDtype = setting(
         GgufDtype.f16,
@@ -241,7 +253,7 @@ class OllamaForm(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class OllamaConfig:
-    """Settings of task=export format=ollama except its Modelfile, which format=gguf writes too."""
+    """Settings of export.format=ollama, except its Modelfile, which gguf writes too."""
 
     form: OllamaForm = setting(
         OllamaForm.merged,
@@ -264,18 +276,24 @@ _ADAPTERS = frozenset({ExportFormat.peft, ExportFormat.v2, ExportFormat.v3, Expo
 
 def export_kind(config: Any) -> ExportKind:
     """Return the kind of output that task=export writes."""
-    if config.path == "base" and config.format is ExportFormat.hf:
+    if config.path == "base" and config.export.format is ExportFormat.hf:
         return ExportKind.base
-    if config.format is ExportFormat.bundle:
+    if config.export.format is ExportFormat.bundle:
         return ExportKind.bundle
-    of_ollama = config.format is ExportFormat.ollama and config.ollama.form is OllamaForm.adapter
-    return ExportKind.adapter if of_ollama or config.format in _ADAPTERS else ExportKind.merged
+    of_ollama = (
+        config.export.format is ExportFormat.ollama and config.ollama.form is OllamaForm.adapter
+    )
+    return (
+        ExportKind.adapter if of_ollama or config.export.format in _ADAPTERS else ExportKind.merged
+    )
 
 
 def _writes(*kinds: ExportKind) -> Condition:
     def words(config: Any) -> str:
         of_base = export_kind(config) is ExportKind.base
-        return f"with format={config.format.value}{' and path=base' if of_base else ''}"
+        return (
+            f"with export.format={config.export.format.value}{' and path=base' if of_base else ''}"
+        )
 
     return Condition(
         holds=lambda config: export_kind(config) in kinds,
@@ -288,12 +306,12 @@ def _writes(*kinds: ExportKind) -> Condition:
 EXPORT = frozenset({"export"})
 NAMES_BASE = replace(
     _writes(ExportKind.adapter, ExportKind.base),
-    needs="a format of an adapter, or format=hf with path=base",
+    needs="a format of an adapter, or export.format=hf with path=base",
 )
 WRITES_MERGED = _writes(ExportKind.merged)
 WRITES_WEIGHTS = _writes(ExportKind.adapter, ExportKind.merged)
 # The deltas of adapter formats are compared directly; any other graph is evaluated on a text.
-RUNS_GRAPH = unless("format", "bundle", "v2", "v3", tasks=EXPORT)
+RUNS_GRAPH = unless("export.format", "bundle", "v2", "v3", tasks=EXPORT)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""format=peft|v2|v3: convert an adapter to another format with identical weight deltas.
+"""export.format=peft|v2|v3: convert an adapter to another format with identical weight deltas.
 
 Each format is read as (manifest, tensors) of schema v3 and written from it, so that the output can
 be read back and compared with its source (:func:`mens_exp.artifacts.adapter_v3.deltas`). For an
@@ -170,7 +170,7 @@ def _refuse_proxy(manifest: AdapterManifest, where: str) -> None:
             where=where,
             found=graph or ", ".join(middle[:4]),
             expected="an adapter of a causal graph",
-            remedy="write it with format=v2 or format=v3",
+            remedy="write it with export.format=v2 or export.format=v3",
         )
 
 

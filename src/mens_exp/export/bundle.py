@@ -1,4 +1,4 @@
-"""Send a run elsewhere: format=bundle, and uploads to the Hugging Face hub.
+"""Send a run elsewhere: export.format=bundle, and uploads to the Hugging Face hub.
 
 A bundle is a reproducible archive with one folder named after the run; ``bundle.json`` in it lists
 every other file with its SHA-256. When unpacked, it is a run directory again, and is verified
@@ -357,7 +357,7 @@ def push(run: RunDir, repo: str, *, private: bool, message: str) -> Pushed:
     except (client_error(), OSError) as error:
         raise SetupError(
             "the Hugging Face hub cannot be reached",
-            where="repo",
+            where="push.repo",
             found=f"{type(error).__name__}: {error}",
             remedy="check the connection, and HF_ENDPOINT where it is set",
         ) from error
@@ -376,7 +376,7 @@ def _made(api: Any, repo: str, *, private: bool) -> bool:
     if private and not found:
         raise RequestError(
             "the repository already exists and is public",
-            where="repo",
+            where="push.repo",
             found=repo,
             expected="a private one, as push.private says",
             remedy="add push.private=false to publish, or name another repository",
@@ -390,9 +390,9 @@ def _refused(repo: str, error: Any) -> MensError:
     if status in {401, 403}:
         return SetupError(
             "the hub does not let this token write there",
-            where="repo",
+            where="push.repo",
             found=f"{repo}: {said}",
             expected="a token with write access to it",
             remedy=_LOGIN,
         )
-    return RequestError("the hub refuses the upload", where="repo", found=f"{repo}: {said}")
+    return RequestError("the hub refuses the upload", where="push.repo", found=f"{repo}: {said}")

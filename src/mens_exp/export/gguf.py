@@ -1,4 +1,4 @@
-"""format=gguf: a complete model directory as one GGUF file, with a Modelfile for Ollama.
+"""export.format=gguf: a complete model directory as one GGUF file, with a Modelfile for Ollama.
 
 Only one tensor is in memory at a time, in its stored and its output form. The same directory gives
 the same bytes. Syntax of a Modelfile: https://github.com/ollama/ollama/blob/main/docs/modelfile.md.
@@ -51,7 +51,7 @@ def require_gguf() -> None:
     except ImportError as error:
         raise MissingExtra(
             "gguf is needed to write a GGUF file",
-            where="format",
+            where="export.format",
             remedy="run: pip install 'mens-exp[gguf]'",
         ) from error
 

@@ -42,7 +42,9 @@ ARCHITECTURES = {
 _BUFFER = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")
 _GELU_TANH = {"gelu_new", "gelu_pytorch_tanh"}  # the same formula, which llama.cpp uses for GPT-2
 _ROPE = {"default", "linear", "llama3"}
-_INSTEAD = "use a merged model in safetensors, as format=hf writes it: task=serve and vLLM serve it"
+_INSTEAD = (
+    "use a merged model in safetensors, as export.format=hf writes it: task=serve and vLLM serve it"
+)
 
 
 class Form(Enum):
@@ -347,7 +349,7 @@ def _vocabulary_problems(what: str, found: object, expected: str) -> RequestErro
         where="tokenizer.json",
         found=found if isinstance(found, str) else json.dumps(found, ensure_ascii=False),
         expected=expected,
-        remedy="use format=hf, ollama or vllm, which keep tokenizer.json",
+        remedy="use export.format=hf, ollama or vllm, which keep tokenizer.json",
     )
 
 

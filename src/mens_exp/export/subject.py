@@ -139,7 +139,7 @@ def sending_problems(config: RunConfig, subject: RunDir) -> list[MensError]:
 def reads_a_model(config: RunConfig) -> bool:
     """Return whether the task reads a complete model directory instead of a run or an adapter."""
     name = config.task.name
-    is_gguf = name == "export" and config.format is ExportFormat.gguf
+    is_gguf = name == "export" and config.export.format is ExportFormat.gguf
     return name == "serve" or (is_gguf and (Path(config.path or "") / "config.json").is_file())
 
 
@@ -149,7 +149,7 @@ def leaving_problems(config: RunConfig) -> list[MensError]:
         address = serving.address_problems(config.serve.host, config.serve.port)
         token = serving.token_problems(config.serve.host, config.serve.token_env)
         return [*serving.missing_packages(), *token, *address]
-    if config.format is not ExportFormat.gguf:
+    if config.export.format is not ExportFormat.gguf:
         return []
     try:
         require_gguf()
@@ -200,7 +200,7 @@ def place_of(path: str) -> AdapterPlace:
 def form_of(config: RunConfig) -> ExportFormat:
     """Return the adapter's form in an export: vLLM and Ollama read PEFT's."""
     others = {ExportFormat.vllm, ExportFormat.ollama}
-    return ExportFormat.peft if config.format in others else config.format
+    return ExportFormat.peft if config.export.format in others else config.export.format
 
 
 def conversion_of(config: RunConfig) -> Conversion:
@@ -239,7 +239,7 @@ def conversion_problems(config: RunConfig, given: Iterable[str]) -> list[MensErr
             found += _ineffective_here(config, manifest)
             return found
         light, _ = portable(manifest, tensors)
-        if config.format is ExportFormat.v2:
+        if config.export.format is ExportFormat.v2:
             base = conversion.base
             lower(light, embed_key=None if base is None else base.embed_key)
     except Problems as several:
@@ -252,12 +252,12 @@ def conversion_problems(config: RunConfig, given: Iterable[str]) -> list[MensErr
 def _ineffective_here(config: RunConfig, manifest: AdapterManifest) -> Iterator[MensError]:
     """Yield a problem if no program can load the method's adapter in the chosen form."""
     spec = ADAPTERS.known(manifest.variant)
-    only_lora = config.format is not ExportFormat.peft
+    only_lora = config.export.format is not ExportFormat.peft
     if only_lora and not manifest.form.has_pair:
-        program = {ExportFormat.vllm: "vLLM", ExportFormat.ollama: "Ollama"}[config.format]
+        program = {ExportFormat.vllm: "vLLM", ExportFormat.ollama: "Ollama"}[config.export.format]
         is_merged = spec is None or spec.not_merged is None
-        remedy = "write the merged model with format=hf, which vLLM serves"
-        if config.format is ExportFormat.ollama:
+        remedy = "write the merged model with export.format=hf, which vLLM serves"
+        if config.export.format is ExportFormat.ollama:
             remedy = "choose ollama.form=merged"
         yield RequestError(
             f"{program} loads LoRA adapters alone",
@@ -280,7 +280,9 @@ def _without_effect(
     if place.run is not None:
         reason = f"the adapter is of the run {place.run.path}, which names its own"
     elif conversion.base is None:
-        reason = f"format={config.format.value} takes all it needs from {place.directory}"
+        reason = (
+            f"export.format={config.export.format.value} takes all it needs from {place.directory}"
+        )
     for key in sorted(keys if reason else ()):
         if key.partition(".")[0] == "model":
             yield NoEffectError("here", where=key, found=reason, expected="no model")

@@ -374,7 +374,7 @@ def _whole_stacks(manifest: AdapterManifest, base: AdapterBase, where: str) -> l
             where=where,
             found=f"no {absent[0]}, and {len(absent) - 1} more",
             expected="an adapter on each expert of a layer",
-            remedy="merge it: task=merge, or write it with format=v3",
+            remedy="merge it: task=merge, or write it with export.format=v3",
         )
     return found
 

@@ -122,7 +122,7 @@ def read(directory: Path, family: Family) -> StartingAdapter:
             where=_WHERE,
             found="mens_exp.scale=header",
             expected="the adapter of a run, or a PEFT directory",
-            remedy=f"make one: task=export path={directory} format=peft",
+            remedy=f"make one: task=export path={directory} export.format=peft",
         )
     if manifest.form.root_scale and ours.get("init", {}).get("doubled_rank"):
         raise DataError(

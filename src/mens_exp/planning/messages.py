@@ -84,7 +84,8 @@ def needs_verified_layout(
     """Gates 3 and 4, and every task that reads weights by name.
 
     Args:
-        what: the setting that reads weights by name, such as ``backend=proxy`` or ``format=gguf``.
+        what: the setting that reads weights by name, such as ``backend=proxy`` or
+            ``export.format=gguf``.
         model_type: model type of the base.
         known: the model types with verified names.
         instead: an alternative setting that does not need names, if there is one.

@@ -330,4 +330,4 @@ def readers_of_names() -> tuple[str, ...]:
         for one in BACKEND_SPECS.values()
         if one.needs_layout and one.name in here
     )
-    return (*backends, SUBSET_MERGE, "task=export format=gguf")
+    return (*backends, SUBSET_MERGE, "task=export export.format=gguf")

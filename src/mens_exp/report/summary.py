@@ -435,7 +435,7 @@ def base_command(records: Records) -> str | None:
     settings = [text for text in manifest.overrides if text.lstrip("+").startswith("model.")]
     out = ("out", str(inputs["base_model"]))
     return wording.command(
-        "task=export", "path=base", "format=hf", f"model={option}", *settings, out
+        "task=export", "path=base", "export.format=hf", f"model={option}", *settings, out
     )
 
 

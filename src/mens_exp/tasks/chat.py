@@ -56,8 +56,8 @@ def chat(config: RunConfig, run: Run) -> None:
     )
     titles = {"base": str(run.manifest.inputs["base_model"]), "tuned": f"tuned ({config.path})"}
     console = terminal.console()
-    if config.prompt is not None:
-        _ask(talk, config.prompt, titles, console)
+    if config.chat.prompt is not None:
+        _ask(talk, config.chat.prompt, titles, console)
         _write(run, talk)
         again = wording.command("task=chat", ("path", str(config.path)))
         terminal.say_next(

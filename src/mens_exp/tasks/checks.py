@@ -395,7 +395,7 @@ def _like(
     asked.parity = ParityConfig(tokens=tokens, text=None, accept=accept)
     asked.parity.budget = BudgetConfig(**limits)
     if found.adapter is not None:
-        asked.task.name, asked.format = "export", ExportFormat[found.adapter.form]
+        asked.task.name, asked.export.format = "export", ExportFormat[found.adapter.form]
         return asked, ""
     asked.task.name = "merge"
     published = certificate.sources.get("quantizer") is None
@@ -409,7 +409,7 @@ def _like(
 
 def _measured(asked: RunConfig, found: Inspected) -> Certificate:
     """Measure a command's output again; only scratch files next to it are written."""
-    if asked.task.name == "export" and asked.format is ExportFormat.gguf:
+    if asked.task.name == "export" and asked.export.format is ExportFormat.gguf:
         return _of_gguf(asked, found.path)
     if asked.task.name == "export" and _is_an_adapter(asked):
         from mens_exp.export.subject import conversion_of
@@ -422,8 +422,10 @@ def _measured(asked: RunConfig, found: Inspected) -> Certificate:
 
 
 def _is_an_adapter(asked: RunConfig) -> bool:
-    of_ollama = asked.format is ExportFormat.ollama and asked.ollama.form is OllamaForm.adapter
-    return of_ollama or asked.format not in {ExportFormat.hf, ExportFormat.ollama}
+    of_ollama = (
+        asked.export.format is ExportFormat.ollama and asked.ollama.form is OllamaForm.adapter
+    )
+    return of_ollama or asked.export.format not in {ExportFormat.hf, ExportFormat.ollama}
 
 
 def _of_gguf(asked: RunConfig, directory: Path) -> Certificate:

@@ -459,7 +459,7 @@ def peft_directory(subject: Subject) -> Path | None:
             where="path",
             found=subject.path,
             expected="a run of backend=qlora or lora, or a PEFT directory",
-            remedy="write one by task=export format=peft, or choose eval.engine=hf",
+            remedy="write one by task=export export.format=peft, or choose eval.engine=hf",
         )
     return directory
 

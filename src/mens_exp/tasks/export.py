@@ -38,9 +38,9 @@ def export(config: RunConfig, run: Run) -> None:
     """Write the output in ``format`` and record its hash."""
     if export_kind(config) is ExportKind.base:
         _base(config, run)
-    elif config.format is ExportFormat.bundle:
+    elif config.export.format is ExportFormat.bundle:
         _bundle(config, run)
-    elif config.format in {ExportFormat.peft, ExportFormat.v2, ExportFormat.v3}:
+    elif config.export.format in {ExportFormat.peft, ExportFormat.v2, ExportFormat.v3}:
         from mens_exp.tasks.merge import export_adapter
 
         export_adapter(config, run)
@@ -106,14 +106,14 @@ def _base(config: RunConfig, run: Run) -> None:
 def push(config: RunConfig, run: Run) -> None:
     """Upload in one commit and record the commit."""
     assert config.path is not None, "validation has asked for it"
-    assert config.repo is not None, "validation has asked for it"
+    assert config.push.repo is not None, "validation has asked for it"
     subject = subject_of(config.path)
     message = config.push.message or f"mens_exp run {subject.path.resolve().name}"
     run.manifest.inputs.update(subject=str(subject.path))
-    pushed = bundle.push(subject, config.repo, private=config.push.private, message=message)
+    pushed = bundle.push(subject, config.push.repo, private=config.push.private, message=message)
     run.manifest.results.update(asdict(pushed))
     terminal.say(f"Pushed: {pushed.url} (commit {pushed.commit})")
-    terminal.say_next([Step(f"hf download {config.repo}", "fetch it elsewhere")])
+    terminal.say_next([Step(f"hf download {config.push.repo}", "fetch it elsewhere")])
 
 
 def serve(config: RunConfig, run: Run) -> None:

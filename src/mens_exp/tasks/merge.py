@@ -1,8 +1,8 @@
 """task=merge, and the formats of task=export that need an adapter.
 
-format=peft|v2|v3 converts an adapter to another format. format=hf|gguf|ollama|vllm writes a model
-for other programs, merged first if they need it; all formats share one merge decision. Every
-directory contains the hand-off record and the certificate of its contents.
+export.format=peft|v2|v3 converts an adapter to another format. export.format=hf|gguf|ollama|vllm
+writes a model for other programs, merged first if they need it; all formats share one merge
+decision. Every directory contains the hand-off record and the certificate of its contents.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ def export_adapter(config: RunConfig, run: Run) -> None:
     out = Path(config.out).expanduser() if config.out else run.dir.adapter
     manifest, tensors = read(asked.place, asked.base, asked.quant)
     with atomic.directory(out) as temporary:
-        write(manifest, tensors, config.format, temporary, asked.base)
+        write(manifest, tensors, config.export.format, temporary, asked.base)
         _complete(config, asked.place.run, temporary)
         keep_if_certified(run, temporary, out, certify_adapter(config, asked, temporary))
     written = find(out)
@@ -309,7 +309,7 @@ _FORMS = {"v2": "schema v2", "v3": "schema v3", "peft": "PEFT's form"}
 
 def _complete(config: RunConfig, subject: RunDir | None, out: Path) -> None:
     """Add the tokenizer, the chat template and the model card to a run's PEFT adapter."""
-    if config.format is not ExportFormat.peft or subject is None:
+    if config.export.format is not ExportFormat.peft or subject is None:
         return
     if subject.peft.is_dir():
         copy_tokenizer(subject.peft, out)
@@ -327,15 +327,15 @@ def export_model(config: RunConfig, run: Run) -> None:
         ExportFormat.gguf: _gguf,
         ExportFormat.ollama: _ollama,
         ExportFormat.vllm: _vllm,
-    }[config.format]
-    usual = run.dir.path / config.format.value
+    }[config.export.format]
+    usual = run.dir.path / config.export.format.value
     out = usual if config.out is None else Path(config.out).expanduser()
     atomic.remove_stale(out.parent)
     with atomic.directory(out) as directory:
         certificate, step = write_form(config, run, directory)
         keep_if_certified(run, directory, out, certificate)
     run.manifest.results.update(
-        directory=config.format.value if config.out is None else config.out,
+        directory=config.export.format.value if config.out is None else config.out,
         files_sha256=hashes_of(out),
         bytes=sum(path.stat().st_size for path in out.rglob("*") if path.is_file()),
     )

@@ -123,7 +123,7 @@ def _pin_path(cell: Cell) -> list[MensError]:
         return _pin_base(cell)
     if _merges(config):
         return _pin_merge(cell) or leaving_problems(config)
-    if config.task.name == "export" and config.format is not ExportFormat.bundle:
+    if config.task.name == "export" and config.export.format is not ExportFormat.bundle:
         return _pin_adapter(cell)
     return _pin_subject(cell)
 
@@ -246,8 +246,10 @@ def _merges(config: RunConfig) -> bool:
     """Return whether the task merges an adapter, either as output or for an export."""
     if config.task.name != "export":
         return config.task.name == "merge"
-    for_ollama = config.format is ExportFormat.ollama and config.ollama.form is OllamaForm.merged
-    return config.format in _ALWAYS_MERGED or for_ollama
+    for_ollama = (
+        config.export.format is ExportFormat.ollama and config.ollama.form is OllamaForm.merged
+    )
+    return config.export.format in _ALWAYS_MERGED or for_ollama
 
 
 def _pin_study(cell: Cell) -> list[MensError]:

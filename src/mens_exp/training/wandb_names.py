@@ -95,7 +95,9 @@ _NO_TAG = frozenset({"hydra", "logger"})
 # Overrides that the name shows in another form.
 _SPELLED = frozenset({"experiment", "path", "resume", "seed", "task"})
 # Overrides that the name of a task without training already shows, or that do not affect the task.
-_IN_NAME = frozenset({"compare.factors", "factors", "format", "model", "out", "suite"})
+_IN_NAME = frozenset(
+    {"compare.factors", "export.format", "factors", "format", "model", "out", "suite"}
+)
 _OPTIONS = ("model", "backend")  # named at the end, unless they vary
 _DEPTH = 3  # directories between a job and its sweep (unverified guess)
 _FINE_TUNES = frozenset({"train", "plan"})
@@ -262,12 +264,13 @@ def _deed(run_dir: RunDir, manifest: Manifest, config: Mapping[str, Any]) -> str
     if task == "compare":
         return f"compare: {_compared(run_dir, config)}"
     subject = _subject(manifest, config)
+    section = config.get(task) or {}
     match task:
         case "evaluate":
             suite = (config.get("suite") or {}).get("name") or manifest.choices.get("suite")
             return f"evaluate: {subject or 'models'} on {suite}"
-        case "export" if config.get("format"):
-            return f"export: {subject} to {config['format']}"
+        case "export" if form := section.get("format") or config.get("format"):  # as in MOVED
+            return f"export: {subject} to {form}"
         case _:
             return f"{task}: {subject}" if subject else task
 

@@ -60,7 +60,7 @@ def test_merged_weights_are_the_rows_times_their_gains(trained, typed, tiny_base
         expected = base[key] * learned[f"{layer}.gain"][:, None]
         np.testing.assert_allclose(merged[key], expected, rtol=2**-7)
     assert read(RunDir(tmp_path / "record").parity)["passed"]
-    said = typed("task=export", "path=run", "format=peft", "out=peft", code=2)
+    said = typed("task=export", "path=run", "export.format=peft", "out=peft", code=2)
     assert "no PEFT directory is written of gains" in said.stderr
     said = typed("task=merge", "path=run", "out=again", code=2, with_toys=False)
     assert "gains" in said.stderr

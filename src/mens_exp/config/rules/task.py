@@ -54,12 +54,12 @@ def task_problems(config: RunConfig) -> Iterator[ConfigError]:
             remedy="add path=<directory>" if _reads_a_model(config) else "add path=latest",
         )
     takes_base = name in {"chat", "evaluate"} or (
-        name == "export" and config.format is ExportFormat.hf
+        name == "export" and config.export.format is ExportFormat.hf
     )
     if config.path == "base" and name in _READS_A_PATH and not takes_base:
         yield ConfigError(
             "the base model alone works only with task=chat, task=evaluate and task=export "
-            "format=hf",
+            "export.format=hf",
             where="path",
             found="base",
             expected="a run directory, or latest",
@@ -72,13 +72,13 @@ def task_problems(config: RunConfig) -> Iterator[ConfigError]:
             expected="a suite that scores answers",
             remedy="write suite=heldout_syntax, or another suite",
         )
-    if name == "push" and not _REPO.fullmatch(config.repo or ""):
+    if name == "push" and not _REPO.fullmatch(config.push.repo or ""):
         yield ConfigError(
             "no repository given",
-            where="repo",
-            found=config.repo,
+            where="push.repo",
+            found=config.push.repo,
             expected="<user>/<name>, the user or organisation and a name",
-            remedy="add repo=<user>/<name>",
+            remedy="add push.repo=<user>/<name>",
         )
     export = config.export
     told = export.base_quant or DEFAULT_QUANTIZER
@@ -94,8 +94,8 @@ def task_problems(config: RunConfig) -> Iterator[ConfigError]:
     if name == "rejection_sampling":
         yield from _rounds(config)
     yield from _logger_problems(config)
-    if name == "chat" and config.prompt is not None and not config.prompt.strip():
-        yield ConfigError("is empty", where="prompt", expected="a question, or null")
+    if name == "chat" and config.chat.prompt is not None and not config.chat.prompt.strip():
+        yield ConfigError("is empty", where="chat.prompt", expected="a question, or null")
 
 
 def _rounds(config: RunConfig) -> Iterator[ConfigError]:
