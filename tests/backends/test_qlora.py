@@ -166,7 +166,7 @@ def test_facts_are_what_was_built(tiny_backend):
         "kernels": dict.fromkeys(map(str, Part), "torch: the device is not a CUDA GPU"),
         "numerics": {
             "adapters": "projections of an input together 1",
-            "attention": "blocks of queries 1",
+            "attention": "blocks of queries 2",
             "dropout": "SFC64, 15 bits",
             "products": "own" if has_bf16("cpu") else "rounded from f32",
         },

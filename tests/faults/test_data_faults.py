@@ -21,6 +21,7 @@ from mens_exp.config.model import RandomModel
 from mens_exp.corpus import mix, split
 from mens_exp.corpus.split import Side, side_of
 from mens_exp.data import stream
+from mens_exp.model import attention
 from mens_exp.model.sources import resolve
 from mens_exp.rows import encode
 from mens_exp.rows.schema import TrainingPair, to_json
@@ -151,6 +152,21 @@ def test_a_model_that_sees_what_it_predicts_is_caught(monkeypatch, refused):
 
     monkeypatch.setattr(forward, "hidden_states", unshifted)
     assert "objective: the loss depends on the token that it predicts" in refused("lora.dropout=0")
+
+
+def test_attention_that_damages_the_next_document_is_caught(monkeypatch, refused, tmp_path):
+    """The fault needs a document that is as long as its pack after rounding, which is not short."""
+
+    def gathered(x_TGRK, block):
+        x_GRTK = x_TGRK[block.queries].permute(1, 2, 0, 3).contiguous()  # no copy in this layout
+        x_GRTK[:, :, block.count :] = 0
+        return x_GRTK.flatten(1, 2)
+
+    monkeypatch.setattr(attention, "_gathered", gathered)
+    # Packs of 192 tokens with documents of 163 and 24.
+    rows = [TrainingPair(prompt=f"{n:03}", response="x" * (n % 2 or 140)) for n in range(80)]
+    found = refused(written(tmp_path / "rows.jsonl", rows), "model.family=phi3")
+    assert "model: the gradient is not the one that transformers computes for this model" in found
 
 
 def test_a_mask_that_a_left_cut_leaves_behind_is_caught(encoding, refused):

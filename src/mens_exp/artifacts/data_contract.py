@@ -109,7 +109,9 @@ class ProbePart(TypedDict):
     """Probes of the run's own model on a few documents, before step 1.
 
     Differences are relative: ``|a − b| / |b|``. ``together`` compares a batch with its documents
-    processed separately: the sum of losses, and the hidden states at supervised positions. ``peek``
+    processed separately: the sum of losses, and the hidden states at supervised positions. The
+    whole first micro-batch of training is compared too: its hidden states, and the gradients of a
+    fixed linear function of them, which records of earlier releases lack. ``peek``
     is the change of the loss or of a hidden state when a document's last token, from which nothing
     is predicted, is replaced. ``accumulation`` compares one batch with micro-batches of one
     document: loss and gradients, over ``parameters_compared`` of them. ``reference`` is null if
@@ -125,6 +127,7 @@ class ProbePart(TypedDict):
     as_asked: list[str]
     together_loss: float | None
     together_hidden: float | None
+    together_gradient: float | None
     peek: float | None
     accumulation_documents: int | None
     accumulation_loss: float | None

@@ -447,7 +447,7 @@ class QloraBackend(torch.nn.Module):
         own = "rounded from f32" if is_rounded(self.compute_dtype, device) else "own"
         return {
             "adapters": "projections of an input together 1" if self.inputs else "PEFT's",
-            "attention": "blocks of queries 1"
+            "attention": "blocks of queries 2"
             if device.type == "cpu"
             else fused_attention.described(
                 device, self.compute_dtype, shares_prompts=self.shares_prompts

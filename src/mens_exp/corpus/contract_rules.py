@@ -208,7 +208,9 @@ def of_probe(part: ProbePart) -> Iterator[GateError]:
             remedy=f"{report}: labels are not shifted by one",
         )
     yield from _of_reference(part["reference"])
-    together = max(part["together_loss"] or 0.0, part["together_hidden"] or 0.0)
+    together = max(
+        part[name] or 0.0 for name in ("together_loss", "together_hidden", "together_gradient")
+    )
     if together > limit:
         yield GateError(
             "documents of one batch are not kept apart",

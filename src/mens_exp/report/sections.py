@@ -467,13 +467,13 @@ def _probe(part: Mapping[str, Any] | None, unknown: Mapping[str, str]) -> Iterat
     moved = "not tried" if part["peek"] is None else f"moved {part['peek']:.1e} by a last token"
     shifted = "yes" if part["targets_follow"] else "no"
     yield _figure("labels shifted by one", f"{shifted}; {moved}")
-    for key, last, words in (
-        ("together", "hidden", "batch against its documents"),
-        ("accumulation", "gradient", "batch against micro-batches"),
+    for key, words in (
+        ("together", "batch against its documents"),
+        ("accumulation", "batch against micro-batches"),
     ):
-        loss, other = part[f"{key}_loss"], part[f"{key}_{last}"]
-        text = "" if loss is None else f"loss {loss:.1e}, {last} {other:.1e} (relative)"
-        yield _figure(words, text, "there was one document")
+        found = {name: part.get(f"{key}_{name}") for name in ("loss", "hidden", "gradient")}
+        text = ", ".join(f"{name} {one:.1e}" for name, one in found.items() if one is not None)
+        yield _figure(words, f"{text} (relative)" if text else "", "there was one document")
     known, text = part.get("reference"), ""
     if known:
         text = f"loss {known['loss']:.1e}, gradient {known['gradient']:.1e} (relative, f32)"

@@ -1,9 +1,11 @@
 """Probe part of the data contract: tests packing, labels and accumulation on the run's model.
 
-A few short documents from the first batches are enough, because such errors affect all documents.
-The losses are those of training and the gradients those that the optimizer would get, but no step
-is taken, and the model and the random generators are left unchanged. The accumulation check
-compares one batch with the same documents as micro-batches, using the training loop itself.
+A few short documents from the first batches are enough for most errors, which affect all documents.
+Others depend on the lengths of documents and batch, so the first micro-batch is also compared as a
+whole with its documents processed separately. The losses are those of training and the gradients
+those that the optimizer would get, but no step is taken, and the model and the random generators
+are left unchanged. The accumulation check compares one batch with the same documents as
+micro-batches, using the training loop itself.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from mens_exp.training.distributed import StartedProcesses, keep_signals
 from mens_exp.training.module import TrainingModule
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from mens_exp.artifacts.data_contract import ProbePart, ReferencePart
     from mens_exp.config.root import RunConfig
@@ -85,6 +87,7 @@ _REFERENCE, _REFERENCE_INT8 = (1e-5, 1e-4), (0.05, 0.2)
 _BATCHES = 8  # micro-batches that documents are taken from
 _DOCUMENTS = 4  # tested together and one by one, or in units where some stay together
 _TOKENS = 64  # of each, up to its last supervised one; measured: 6 s of one core for SmolLM2
+_REFERENCE_TOKENS = 256  # of a micro-batch compared with transformers; as many as those have
 _MULTIPLE = 32  # tokens; gives shapes like those of training
 
 
@@ -108,29 +111,39 @@ def probe(
     began = time.monotonic()
     batches = _first_batches(data)
     first = batches[0]
+    targets_follow = all(map(_targets_follow, batches))
     with preserve_state(module), module.as_probed():
         trial = _trial(module, data, batches)
-        together = trial.together()
+        together_loss, together_hidden = trial.together()
+        whole_hidden, whole_gradient = None, None
+        if targets_follow:  # otherwise, supervised tokens do not tell where a document ends
+            documents = whole_documents(first, trial.documents.together)
+            whole_hidden, whole_gradient = trial.whole(first, _sharing(data, documents))
         peek = trial.peek()
         uneven = accumulated(config, module, trial.documents, data.tokenizer.pad_id)
         module.zero_grad(set_to_none=True)
-        compared, why_not = _reference(module, trial) if reference is None else reference
+        compared, why_not = _reference(module, trial, first) if reference is None else reference
     module.refuse_unfinite(
-        *together,
+        together_loss,
+        together_hidden,
+        whole_hidden,
+        whole_gradient,
         peek,
         *((uneven.loss, uneven.gradient) if uneven else ()),
         *((compared["loss"], compared["gradient"]) if compared else ()),
     )
+    apart = [one for one in (together_hidden, whole_hidden) if one is not None]
     return {
         "documents": len(trial.documents),
         "tokens": len(trial.documents.ids),
         "packed": config.data.packing,
         "dropout": "off while probing",
         "tolerance": _tolerance(config),
-        "targets_follow": all(map(_targets_follow, batches)),
+        "targets_follow": targets_follow,
         "as_asked": _otherwise(config, first, trial.documents.together),
-        "together_loss": together[0],
-        "together_hidden": together[1],
+        "together_loss": together_loss,
+        "together_hidden": max(apart, default=None),
+        "together_gradient": whole_gradient,
         "peek": peek,
         "accumulation_documents": uneven.documents if uneven else None,
         "accumulation_loss": uneven.loss if uneven else None,
@@ -153,7 +166,8 @@ def compare(module: TrainingModule, data: RowsDataModule) -> Reference:
         The result, or None and the reason why no comparison is possible.
     """
     with preserve_state(module):
-        found = _reference(module, _trial(module, data, _first_batches(data)))
+        batches = _first_batches(data)
+        found = _reference(module, _trial(module, data, batches), batches[0])
         module.zero_grad(set_to_none=True)
     return found
 
@@ -170,9 +184,12 @@ def _trial(module: TrainingModule, data: RowsDataModule, batches: Sequence[Batch
 
 
 def _short_of(data: RowsDataModule, batches: Sequence[Batch]) -> Encoded:
-    known = data.train_documents
-    found = short_documents(batches, together=known.together)
-    return found if known.shared is None else share_prompts(found)
+    return _sharing(data, short_documents(batches, together=data.train_documents.together))
+
+
+def _sharing(data: RowsDataModule, found: Encoded) -> Encoded:
+    """Mark the prompts that documents share, if training computes them once."""
+    return found if data.train_documents.shared is None else share_prompts(found)
 
 
 def probed_stream(data: RowsDataModule) -> MicroBatches:
@@ -181,8 +198,12 @@ def probed_stream(data: RowsDataModule) -> MicroBatches:
     return _stream(data.config, documents, 1, data.tokenizer.pad_id)
 
 
-def _reference(module: TrainingModule, trial: _Trial) -> Reference:
-    """Compare with plain transformers, or return the reason why that is impossible."""
+def _reference(module: TrainingModule, trial: _Trial, first: Batch) -> Reference:
+    """Compare with plain transformers, or return the reason why that is impossible.
+
+    The first micro-batch is compared if it is small enough and has several documents; otherwise,
+    the short documents are.
+    """
     backend = module.backend
     if not isinstance(backend, QloraBackend):
         return None, "the graph is not one of transformers"
@@ -193,8 +214,12 @@ def _reference(module: TrainingModule, trial: _Trial) -> Reference:
         gib = f"{wanted / 2**30:.1f} GiB of f32 weights, {free / 2**30:.1f} GiB free"
         return None, f"not enough memory: {gib}"
     began = time.monotonic()
-    together = trial.batch(range(len(trial.documents)))
-    found = agreement(backend, together, trial.documents)
+    documents = trial.documents
+    batch = trial.batch(range(len(documents)))
+    if first.input_ids_BT.numel() <= _REFERENCE_TOKENS and _targets_follow(first):
+        whole = whole_documents(first, documents.together)
+        batch, documents = (first, whole) if len(whole) > 1 else (batch, documents)
+    found = agreement(backend, batch, documents)
     limits = _REFERENCE_INT8 if quantizes_inputs(backend.model) else _REFERENCE
     part: ReferencePart = {
         "loss": found.loss,
@@ -320,7 +345,22 @@ def short_documents(batches: Sequence[Batch], *, together: int = 1) -> Encoded:
     units = [_cut(documents[i : i + together]) for i in range(0, len(documents), together)]
     whole = [unit for unit in units if all(one.mask.any() for one in unit)]
     whole.sort(key=lambda unit: sum(len(one.ids) for one in unit))
-    chosen = [one for unit in whole[: max(_DOCUMENTS // together, 1)] for one in unit]
+    return _encoded(
+        [one for unit in whole[: max(_DOCUMENTS // together, 1)] for one in unit], together
+    )
+
+
+def whole_documents(batch: Batch, together: int = 1) -> Encoded:
+    """Return the documents of a micro-batch, each up to its last supervised token.
+
+    Args:
+        batch: the micro-batch.
+        together: documents that stay together.
+    """
+    return _encoded(_documents(batch), together)
+
+
+def _encoded(chosen: Sequence[_Short], together: int) -> Encoded:
     lengths = [len(one.ids) for one in chosen]
     return Encoded(
         ids=np.concatenate([one.ids for one in chosen]).astype(np.int32),
@@ -348,17 +388,32 @@ class _Trial:
         if len(units) < 2:  # noqa: PLR2004  # needs at least a pair
             return None, None
         joined, hidden_MD = self._pass(self.batch(range(len(self.documents))))
-        alone, apart, at = 0.0, 0.0, 0
-        for unit in units:
-            loss, own_MD = self._pass(self.batch(unit))
-            theirs_MD = hidden_MD[at : at + len(own_MD)]
-            at += len(own_MD)
-            alone += float(loss.total.detach())
-            apart = max(apart, _difference(theirs_MD, own_MD))
+        losses, states = zip(*(self._pass(self.batch(unit)) for unit in units), strict=True)
+        apart = _furthest(hidden_MD, states)
         objective = self.module.config.objective
         if not objective.spec.is_sum(objective):
             return None, apart
+        alone = sum(float(loss.total.detach()) for loss in losses)
         return abs(float(joined.total.detach()) - alone) / max(abs(alone), 1e-12), apart
+
+    def whole(self, batch: Batch, documents: Encoded) -> tuple[float | None, float | None]:
+        """Compare a micro-batch of training with its own units.
+
+        Args:
+            batch: the micro-batch.
+            documents: its documents.
+
+        Returns:
+            The maximum difference of hidden states, and that of the gradients of a fixed linear
+            function of them. The loss is left out, since what it needs (a teacher's numbers, rated
+            answers) may be known for the micro-batch alone.
+        """
+        units = units_of(documents)
+        if len(units) < 2:  # noqa: PLR2004  # needs at least a pair
+            return None, None
+        joined, whole = self._linear([batch])
+        states, parts = self._linear(self.batch(unit, documents) for unit in units)
+        return _furthest(joined[0], states), _relative(whole, parts) if whole else None
 
     def peek(self) -> float | None:
         """Change the last token of a document, and measure whether other positions change."""
@@ -376,17 +431,34 @@ class _Trial:
         furthest = max(map(_difference, moved_MD, states_MD))
         return max(abs(float(after.total.detach()) - loss) / max(abs(loss), 1e-12), furthest)
 
-    def batch(self, chosen: Sequence[int]) -> Batch:
-        """Build a batch of documents as training does."""
+    def batch(self, chosen: Sequence[int], documents: Encoded | None = None) -> Batch:
+        """Build a batch of documents, by default of the short ones, as training does."""
+        documents = self.documents if documents is None else documents
         if self.packed:
-            return packed_batch(self.documents, [chosen], 0, multiple=_MULTIPLE, pad_id=self.pad_id)
-        return padded_batch(self.documents, [[one] for one in chosen], 0, pad_id=self.pad_id)
+            return packed_batch(documents, [chosen], 0, multiple=_MULTIPLE, pad_id=self.pad_id)
+        return padded_batch(documents, [[one] for one in chosen], 0, pad_id=self.pad_id)
 
     def _pass(self, batch: Batch) -> tuple[LossSum, torch.Tensor]:
         module = self.module
         there = batch.to(next(module.parameters()).device)
         passed, loss = module.passed(there)
         return loss, passed.hidden_MD.detach().float()
+
+    def _linear(self, batches: Iterable[Batch]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the states of batches, and the gradients of one linear function of all states."""
+        backend, device = self.module.backend, next(self.module.parameters()).device
+        self.module.zero_grad(set_to_none=True)
+        states = []
+        for batch in batches:
+            backend.begin(batch.index)
+            hidden_MD = backend(batch.to(device)).float()
+            states.append(hidden_MD.detach())
+            if hidden_MD.requires_grad:  # not if only the head is trained
+                direction_D = torch.linspace(-1, 1, hidden_MD.shape[1], device=device)
+                torch.autograd.backward((hidden_MD @ direction_D).sum())
+        gradients = _gradients(backend.trainable().values())
+        self.module.zero_grad(set_to_none=True)
+        return states, gradients
 
 
 def units_of(documents: Encoded) -> list[range]:
@@ -395,11 +467,37 @@ def units_of(documents: Encoded) -> list[range]:
     return [range(i, i + together) for i in range(0, len(documents), together)]
 
 
+def _furthest(together_MD: torch.Tensor, alone: Iterable[torch.Tensor]) -> float:
+    """Return the maximum difference between states of a batch and those of its single units."""
+    differences, at = [], 0
+    for own_MD in alone:
+        differences.append(_difference(together_MD[at : at + len(own_MD)], own_MD))
+        at += len(own_MD)
+    return float(torch.tensor(differences).max())  # max() would lose a NaN
+
+
 def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).norm() / other.norm().clamp_min(1e-12))
 
 
 _MOST_PARAMETERS = 20_000_000  # compared; all of any adapter, some of a full model
+
+
+def _gradients(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
+    """Return the gradients of as many parameters as are compared, the smallest first."""
+    found, left = [], _MOST_PARAMETERS
+    for parameter in sorted(parameters, key=lambda one: one.numel()):
+        left -= parameter.numel()
+        if left >= 0 and parameter.grad is not None:
+            found.append(parameter.grad.detach().float().cpu())
+    return found
+
+
+def _relative(wholes: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> float:
+    """Return the norm of the differences of two sides, relative to that of the first."""
+    differences = [(a - b).norm() for a, b in zip(wholes, parts, strict=True)]
+    length = torch.stack([one.norm() for one in wholes]).norm()
+    return float(torch.stack(differences).norm() / length.clamp_min(1e-12))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -433,14 +531,10 @@ def accumulated(
     whole, parts = (
         _step(config, module, _stream(config, documents, size, pad_id)) for size in (many, 1)
     )
-    difference = torch.stack(
-        [(a - b).norm() for a, b in zip(whole.gradients, parts.gradients, strict=True)]
-    ).norm()
-    length = torch.stack([one.norm() for one in whole.gradients]).norm()
     return Unevenness(
         documents=len(documents),
         loss=abs(parts.loss - whole.loss) / max(abs(whole.loss), 1e-12),
-        gradient=float(difference / length.clamp_min(1e-12)),
+        gradient=_relative(whole.gradients, parts.gradients),
         parameters=sum(one.numel() for one in whole.gradients),
     )
 
@@ -489,11 +583,7 @@ class _Observing(TrainingModule):
         self.gradients: list[torch.Tensor] = []
 
         def look() -> None:
-            left = _MOST_PARAMETERS
-            for parameter in sorted(parameters, key=lambda one: one.numel()):
-                left -= parameter.numel()
-                if left >= 0 and parameter.grad is not None:
-                    self.gradients.append(parameter.grad.detach().float().cpu())
+            self.gradients = _gradients(parameters)
             self.loss = self.step_metrics["train/loss"]
 
         optimizer = _Observed(parameters, look)
