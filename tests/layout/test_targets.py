@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from mens_exp.config.lora import LoraConfig, LoraVariant
+from mens_exp.config.quant import QuantConfig, QuantType
 from mens_exp.errors import ConfigError, Problems
 from mens_exp.layout.families import FAMILIES
 from mens_exp.layout.modules import linear_modules
@@ -13,6 +16,7 @@ from mens_exp.layout.targets import (
     chosen,
     described,
     pattern_values,
+    quantized_modules,
     target_problems,
 )
 
@@ -199,3 +203,21 @@ def test_names_of_a_model_are_one_to_one(family):
     kinds = {one.kind for one in modules}
     assert all(set(members) <= kinds for members in FAMILIES[family].groups.values())
     assert FAMILIES[family].groups.keys() <= set(GROUPS)
+
+
+@pytest.mark.parametrize("setting", ["type_pattern", "block_size_pattern", "double_quant_pattern"])
+def test_a_pattern_for_skipped_modules_alone_is_refused(setting):
+    """A pattern that also matches a quantized module applies to that one."""
+    value = {"type_pattern": QuantType.fp4, "block_size_pattern": 64, "double_quant_pattern": False}
+    many = shape(layers=2)
+    skip, pattern = ["*.layers.0.self_attn.o_proj"], "*.layers.0.*.o_proj"
+    quant = QuantConfig(quant_type=QuantType.nf4, skip=skip, **{setting: {pattern: value[setting]}})
+    with pytest.raises(ConfigError, match=r"only modules that quant\.skip leaves") as found:
+        quantized_modules(quant, many)
+    assert found.value.where == f"quant.{setting}"
+    both = dataclasses.replace(quant, **{setting: {"o_proj": value[setting]}})
+    stored = quantized_modules(both, many)
+    assert len(stored) == 13
+    name = setting.removesuffix("_pattern").replace("type", "quant_type")
+    (kept,) = (one for path, one in stored.items() if "o_proj" in path)
+    assert getattr(kept, name) == value[setting]

@@ -13,6 +13,7 @@ from mens_exp.config.fields import Condition, Effect, setting
 
 _F32 = 4  # bytes
 DEFAULT_LR = 2e-3  # measured on the main job, of 135M: below 1e-3 in training loss
+HIGHEST_LR = 1e6  # no optimizer here trains at it; far higher rates overflow an f32 update
 
 
 def lr_beside(default_lr: float | None, parts: float = 1) -> float:
@@ -35,6 +36,7 @@ class OptimizerConfig:
         DEFAULT_LR,
         "Peak rate; unless set, that of the model's own option, model.default_lr.",
         gt=0,
+        le=HIGHEST_LR,
         contract=("exec.learning_rate",),
         aliases={"learning_rate": "Transformers and TRL, Axolotl and LLaMA-Factory"},
         label="learning rate",
@@ -144,6 +146,7 @@ class LionConfig(OptimConfig):
         "Peak rate; unless set, a tenth of model.default_lr (the paper advises a third to a tenth "
         "of AdamW's).",
         gt=0,
+        le=HIGHEST_LR,
     )
     betas: list[float] = setting(
         [0.9, 0.99], "Decay of the average in the update and in the state (the paper's)."
@@ -232,7 +235,10 @@ class ProdigyConfig(OptimizerConfig):
 
     name: str = setting("prodigy", "The option's name; set by the option.")
     lr: float = setting(
-        1.0, "Multiple of the estimated rate at the peak of the schedule; leave it at 1.", gt=0
+        1.0,
+        "Multiple of the estimated rate at the peak of the schedule; leave it at 1.",
+        gt=0,
+        le=HIGHEST_LR,
     )
     betas: list[float] = setting([0.9, 0.999], "Decay of the two averages.", example="[0.9,0.99]")
     eps: float = setting(1e-8, "Added to the denominator, times the estimate.", gt=0)
@@ -271,6 +277,7 @@ class AdafactorConfig(OptimizerConfig):
         "Peak relative rate; unless set, fifty times model.default_lr (measured: "
         "experiments/LOG.md, 2026-11-25).",
         gt=0,
+        le=HIGHEST_LR,
     )
     beta2_decay: float = setting(
         -0.8, "Exponent of the step in the decay of the second moment (the paper's).", le=0
@@ -301,6 +308,7 @@ class SgdConfig(OptimizerConfig):
         "Peak rate; unless set, a hundred times model.default_lr (measured: experiments/LOG.md, "
         "2026-11-25).",
         gt=0,
+        le=HIGHEST_LR,
     )
     momentum: float = setting(0.9, "Share of the last update that is kept (0: none).", ge=0, lt=1)
     nesterov: bool = setting(

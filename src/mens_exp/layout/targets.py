@@ -94,6 +94,8 @@ def quantized_modules(quant: QuantConfig, shape: Shape) -> dict[str, QuantConfig
         matched = _matching(pattern, inside, shape.family)
         if not matched:
             problems.append(_no_match(pattern, inside, shape.family, where="quant.type_pattern"))
+        elif left.issuperset(one.path for one in matched):
+            problems.append(_all_skipped("quant.type_pattern", pattern))
         found |= dict.fromkeys((one.path for one in matched), quant.of(quant_type))
     for setting in ("block_size", "double_quant"):
         where, values = f"quant.{setting}_pattern", getattr(quant, f"{setting}_pattern")
@@ -103,11 +105,23 @@ def quantized_modules(quant: QuantConfig, shape: Shape) -> dict[str, QuantConfig
             free = {path for path, one in stored.items() if setting in one.spec.settings}
             if not matched:
                 problems.append(_no_match(pattern, inside, shape.family, where=where))
+            elif left.issuperset(stored):
+                problems.append(_all_skipped(where, pattern))
             elif not free:
                 problems.append(_ineffective_pattern(setting, pattern, stored.values()))
             found |= {path: replace(found[path], **{setting: value}) for path in free}
     Problems.raise_if(problems)
     return {path: one for path, one in found.items() if path not in left}
+
+
+def _all_skipped(where: str, pattern: str) -> ConfigError:
+    return ConfigError(
+        "matches only modules that quant.skip leaves unquantized",
+        where=where,
+        found=pattern,
+        expected="a module that is quantized",
+        remedy="remove the pattern, or shorten quant.skip",
+    )
 
 
 def _ineffective_pattern(setting: str, pattern: str, stored: Iterable[QuantConfig]) -> ConfigError:
