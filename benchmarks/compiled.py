@@ -28,7 +28,8 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(mode=True)  # as in training on a CPU
     overrides = ["trainer=cpu", *(SMALLEST if given.smallest else ()), *given.overrides]
-    arms = {kind: Arm(DROPOUT, overrides) for kind in ("eager", "compiled")}
+    overrides.append(f"lora.dropout={DROPOUT}")
+    arms = {kind: Arm(overrides) for kind in ("eager", "compiled")}
     start = time.perf_counter()
     first = arms["compiled"].stream.batch(0)
     arms["compiled"].backend.compile_layers(first)  # type: ignore[attr-defined]

@@ -151,6 +151,7 @@ class Inputs:
 
 
 def _serve(connection: Any, name: str, overrides: list[str], width: int) -> None:
+    torch.use_deterministic_algorithms(mode=True)  # as in training on a CPU
     arm = Arm([*overrides, f"lora.dropout={name.split()[1]}"])
     answers: dict[str, Callable[[], Any]] = {
         "step": arm.steps,
