@@ -160,6 +160,29 @@ def test_the_contract_has_the_content_of_the_teacher_and_the_plan_its_memory(
     assert plans[0]["time_s"]["flop_per_step"] > usual["time_s"]["flop_per_step"]
 
 
+@pytest.mark.parametrize("packing", ["true", "false"])
+def test_stored_top_tokens_are_those_of_every_learned_turn(packing, teacher, train_in, tmp_path):
+    """Learned turns are apart in a document, and a turn of weight 0 is not learned."""
+    file = tmp_path / "rows.jsonl"
+    with file.open("w", encoding="utf-8") as out:
+        for n in range(40):
+            turns = [
+                {"role": role, "content": f"{role} {turn} says {n * turn}", **extra}
+                for turn, extra in enumerate([{}, {"weight": n % 2}, {}], 1)
+                for role in ("user", "assistant")
+            ]
+            for turn in turns[::2]:
+                turn.pop("weight", None)
+            out.write(json.dumps({"messages": turns}) + "\n")
+    settings = [DISTIL, f"objective.teacher={teacher}", f"data.path={file}"]
+    settings += ["quant.compute_dtype=f32", f"data.packing={packing}", "trainer.max_steps=2"]
+    whole = train_in(tmp_path / "whole", *settings)
+    kept = train_in(tmp_path / "kept", *settings, "objective.top_k=319")
+    for kind, name in (("step", "train/loss"), ("validation", "val/teacher_nll")):
+        expected = [event[name] for event in events(whole, kind)]
+        assert [event[name] for event in events(kept, kind)] == pytest.approx(expected, rel=1e-5)
+
+
 def test_top_tokens_of_the_cache_take_the_course_of_the_teacher(
     teacher, train_in, tmp_path, monkeypatch
 ):

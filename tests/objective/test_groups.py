@@ -40,7 +40,8 @@ def passed():
     lengths = [len(one) for one in NOW]
     batch = SimpleNamespace(
         targets_M=torch.zeros(4, dtype=torch.long),
-        predict_M=torch.tensor([3, 4, 9, 14]),
+        target_places=torch.tensor([4, 5, 10, 15]),
+        documents=((0, 6), (6, 11), (11, 16)),
         extra={"reward": torch.tensor([2.0, 2.0, 0.5, 1.0])},
     )
     hidden = torch.stack([flat(NOW), 1 - flat(NOW)], dim=1).log()

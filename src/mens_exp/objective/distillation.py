@@ -82,7 +82,9 @@ class Distillation(Objective):
         gradients = ChunkGradients(passed.hidden_MD)
         for start in range(0, len(targets_M), self.chunk_tokens):
             piece = slice(start, start + self.chunk_tokens)
-            hidden_CD = passed.hidden_MD[piece].detach().requires_grad_(learns)
+            hidden_CD = (
+                passed.hidden_MD[piece].detach().requires_grad_(gradients.hidden_MD is not None)
+            )
             of_teacher: torch.Tensor | TopTokens
             if known is not None:
                 of_teacher = known[piece]

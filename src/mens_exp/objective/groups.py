@@ -131,10 +131,16 @@ class GroupRelative(Objective):
 def begins(batch: Batch) -> torch.Tensor:
     """Return which targets are the first of their document, bool ``[M]``.
 
-    A document's targets are consecutive, and its first token is never a target.
+    The targets of a document need not be consecutive: a conversation may have learned turns apart.
     """
-    first_M = torch.ones_like(batch.predict_M, dtype=torch.bool)
-    first_M[1:] = batch.predict_M.diff() != 1
+    places_M = batch.target_places
+    if batch.documents is None:
+        document_M = places_M // batch.input_ids_BT.shape[1]
+    else:
+        starts = [start for start, _ in batch.documents]
+        document_M = torch.searchsorted(places_M.new_tensor(starts), places_M, right=True)
+    first_M = torch.ones_like(places_M, dtype=torch.bool)
+    first_M[1:] = document_M.diff() != 0
     return first_M
 
 

@@ -99,3 +99,31 @@ def test_a_loss_that_diverges_ends_the_test(tiny_run, tmp_path):
     assert all(one <= 1.001 * min(means[: n + 1]) for n, one in enumerate(means[:-1]))
     assert len(means) == len(found["smoothed"]) < 14
     assert json.loads(run.manifest.read_text("utf-8"))["status"] == "succeeded"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("objective.dft=true",),
+        ("objective.z_loss=0.05", "objective.label_smoothing=0.3"),
+        ("objective.neftune_alpha=15",),
+        ("objective=distillation",),
+        ("objective=dpo",),
+        ("data.packing=false", "objective.weight_field=weight"),
+    ],
+)
+def test_the_first_change_is_zero_under_every_form_of_the_loss(words, tiny_run, tmp_path):
+    """The adapter starts at zero, so the model's loss is the base's, with weights and noise too."""
+    if "objective=dpo" in words:
+        answers = [{"chosen": f"x + {n}", "rejected": f"x - {n}"} for n in range(60)]
+    else:
+        answers = [{"response": f"x + {n}"} for n in range(60)]
+    if "objective.weight_field=weight" in words:
+        answers = [{**one, "fields": {"weight": 1 + n % 3}} for n, one in enumerate(answers)]
+    rows = [{"prompt": f"Add {n}.", **answer} for n, answer in enumerate(answers)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    usual = [word for word in tiny_run if not word.startswith("data.path=")]
+    settings = ("trainer.max_steps=1", "quant.compute_dtype=f32", "lora.dropout=0")
+    _, found = outcome(usual, tmp_path, f"data.path={file}", *settings, *words)
+    assert found["smoothed"] == pytest.approx([0.0], abs=1e-5)

@@ -72,7 +72,6 @@ class LrRange(Callback):
         del pl_module
         trainer.should_stop = trainer.should_stop or self._has_diverged
 
-    @torch.no_grad()
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: TrainingModule, batch: Batch, batch_idx: int
     ) -> None:
@@ -80,10 +79,11 @@ class LrRange(Callback):
         del trainer, batch_idx
         if batch.is_filler:
             return
-        with pl_module.backend.base_only():
+        with torch.enable_grad(), pl_module.as_base():  # objectives learn where gradients are on
             loss = pl_module.passed(batch)[1]
-        count = torch.full_like(loss.total, loss.count)
-        self._sums = self._sums.to(loss.total.device) + torch.stack([loss.total, count]).double()
+        total = loss.total.detach()
+        count = torch.full_like(total, loss.count)
+        self._sums = self._sums.to(total.device) + torch.stack([total, count]).double()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: TrainingModule, *_: Any, **__: Any
