@@ -4,12 +4,15 @@ import json
 import shutil
 
 import pytest
+import torch
 from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from mens_exp import cli
 from mens_exp.artifacts.certificate import Certificate
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest
+from mens_exp.export import gguf_layout
 from mens_exp.export.handoff import BackendFamily, read_handoff
 
 
@@ -149,3 +152,62 @@ def test_a_tokenizer_without_merges_is_refused_before_the_merge(
     assert "export.format=hf" in said
     assert not (tmp_path / "out").exists()
     assert (tmp_path / "record").exists() is (base == "to be made")
+
+
+LLAMA_3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+SMALL = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def replaced(directory, family, **values):
+    """Replace the model in a directory; its weights are so large that attention matters."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **values)
+    built = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for weight in built.parameters():
+            weight.add_(0.1 * torch.randn_like(weight)) if weight.dim() == 1 else weight.mul_(4)
+    (directory / "model.safetensors").unlink()
+    built.save_pretrained(directory)
+
+
+@pytest.mark.parametrize(
+    ("family", "values"),
+    [
+        ("llama", {"rope_parameters": LLAMA_3}),
+        ("llama", {"rope_parameters": {**LLAMA_3, "rope_type": "linear", "factor": 2.5}}),
+        ("llama", {"attention_bias": True}),
+        ("qwen3", {"head_dim": 24}),
+        ("gpt2", {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 128}),
+    ],
+)
+def test_a_file_is_certified_with_what_transformers_leaves_out(family, values, model, tmp_path):
+    """Its reader drops scaled rotary frequencies, head widths, biases and numbers of positions."""
+    size = SMALL if family != "gpt2" else {"vocab_size": 320}
+    replaced(model, family, **size, **values)
+    words = ["export.format=gguf", "path=merged", "out=out", "gguf.dtype=f32"]
+    assert cli.main(["task=export", *words, "parity.tokens=256", "hydra.run.dir=run"]) == 0
+    found = Certificate.read(tmp_path / "out" / "parity.json").comparisons["written"]
+    assert found["mean_kl"] < 1e-9
+
+
+def test_a_file_with_other_rotary_frequencies_is_not_certified(model, monkeypatch, capsys):
+    """The tensors are right, and only the factors of Llama 3's scaling are missing."""
+    replaced(model, "llama", **SMALL, rope_parameters=LLAMA_3)
+    monkeypatch.setattr(gguf_layout, "_rope_factors", lambda _: None)
+    words = ["export.format=gguf", "path=merged", "out=out", "gguf.dtype=f32"]
+    assert cli.main(["task=export", *words, "hydra.run.dir=run"]) == 4
+    assert "mean_kl" in capsys.readouterr().err

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _PIECE = 1 << 22  # elements converted at once: 16 MB of f32
 _QUANTIZATION_VERSION = 2  # of the block formats, as in gguf's constants
-_ROPE_FACTORS = "rope_freqs.weight"
+ROPE_FACTORS = "rope_freqs.weight"
 # The largest finite number of each type; a block of Q8_0 has an F16 scale for 127 steps.
 _LARGEST = {"F32": 3.4028235e38, "BF16": 3.3895314e38, "F16": 65504.0, "Q8_0": 65504.0 * 127}
 
@@ -171,7 +171,7 @@ def _write_tensors(writer: Any, layout: GgufLayout, dtype: GgufDtype) -> None:
     kinds = {stored.name: _kind(stored, dtype) for stored in layout.tensors}
     factors = np.array(layout.rope_factors or [], np.float32)
     if layout.rope_factors is not None:
-        writer.add_tensor_info(_ROPE_FACTORS, factors.shape, factors.dtype, factors.nbytes)
+        writer.add_tensor_info(ROPE_FACTORS, factors.shape, factors.dtype, factors.nbytes)
     for stored in layout.tensors:
         block, size = gguf.GGML_QUANT_SIZES[kinds[stored.name]]
         n_bytes = int(np.prod(stored.shape)) // block * size

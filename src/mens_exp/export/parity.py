@@ -32,6 +32,7 @@ from mens_exp.config.quant import ComputeDtype, QuantConfig, QuantType, unquanti
 from mens_exp.errors import MensError, ModelFileError
 from mens_exp.evals.logit_comparison import LogitComparison
 from mens_exp.export.gguf import GGUF_FILE as GGUF
+from mens_exp.export.gguf import ROPE_FACTORS
 from mens_exp.layout.prequantized import CODES
 from mens_exp.layout.shape import HEAD
 from mens_exp.model.quiet import quiet
@@ -280,13 +281,39 @@ def from_directory(directory: Path, *, memory_bytes: int | None = None) -> Itera
 
 @contextmanager
 def from_gguf(directory: Path) -> Iterator[Forward]:
-    """Read the GGUF file of an export with transformers, computing in f32."""
-    from transformers import AutoModelForCausalLM
+    """Read the GGUF file of an export with transformers, computing in f32.
+
+    transformers leaves out some of the header, which the gguf package reads: scaled rotary
+    frequencies, the width of a head, the positions of GPT-2, and biases of attention.
+    """
+    from gguf import GGUFReader
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    file = GGUFReader(directory / GGUF)
+    tensors = {one.name: one.data for one in file.tensors}
+    kind = file.fields["general.architecture"].contents()
+
+    def header(name: str) -> Any:
+        found = file.fields.get(f"{kind}.{name}")
+        return None if found is None else found.contents()
 
     with quiet():
+        config = AutoConfig.from_pretrained(directory, gguf_file=GGUF)
+        if header("attention.key_length") is not None:
+            config.head_dim = header("attention.key_length")
+        if config.model_type == "gpt2":
+            config.n_positions = header("context_length")
+        if config.model_type == "llama":
+            config.attention_bias = "blk.0.attn_q.bias" in tensors
+        if header("rope.scaling.type") == "linear":
+            scaling = {"rope_type": "linear", "factor": header("rope.scaling.factor")}
+            config.rope_parameters = {**config.rope_parameters, **scaling}
         model = AutoModelForCausalLM.from_pretrained(
-            directory, gguf_file=GGUF, dtype=torch.float32, device_map={"": "cpu"}
+            directory, gguf_file=GGUF, config=config, dtype=torch.float32, device_map={"": "cpu"}
         )
+    if ROPE_FACTORS in tensors:
+        rotary = model.model.rotary_emb
+        rotary.inv_freq = rotary.inv_freq / torch.tensor(tensors[ROPE_FACTORS])
     yield functools.partial(trace, model)
 
 
