@@ -464,7 +464,8 @@ def scored_run(manifest: Manifest) -> RunDir | None:
 
 def _written(run: RunDir, manifest: Manifest) -> Path:
     """Return the output of a merge or an export."""
-    out = manifest.results.get("out") or manifest.results.get("adapter")
+    named = (manifest.results.get(name) for name in ("out", "adapter", "directory"))
+    out = next((one for one in named if one), None)
     places = [run.path / str(out), Path(str(out)).expanduser()] if out is not None else []
     found = next((place for place in places if place.exists()), None)
     if found is None:

@@ -180,7 +180,7 @@ class _Chain:
         manifest = Manifest.read(run.manifest)
         yield from self._inputs.of(run, manifest)
         yield from self._record(run, manifest)
-        yield from linked(Link.CHECKPOINT, str(run.path), _states(run))
+        yield from linked(Link.CHECKPOINT, str(run.path), _states(run, manifest))
         yield from linked(Link.ADAPTER, str(run.path), _of_adapter(run, manifest))
 
     def written(
@@ -302,8 +302,12 @@ def _files(
             yield compared(what, manifest.outputs.get(name), _hash(writer.path / name))
 
 
-def _states(run: RunDir) -> Iterator[Check]:
+def _states(run: RunDir, manifest: Manifest) -> Iterator[Check]:
     """Compare every checkpoint with the digest recorded when it was written."""
+    last = manifest.results.get("checkpoint")
+    if last is not None and not (run.path / last).exists():
+        recorded = [None, *checkpoint_digests(run.path / last)][-1]
+        yield not_here(last, recorded, "the last checkpoint is no longer there")
     for path in run.states():
         name, expected, found = (
             f"checkpoints/{path.name}",
