@@ -40,6 +40,7 @@ from mens_exp.training.optimizer import build_optimizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from mens_exp.config.root import RunConfig
 
@@ -85,7 +86,7 @@ def main() -> None:
         for name in ("dropout 0.0", "dropout 0.05")
     ]
     figures += [
-        record.figure(f"dropout 0.05, beside {name}", ours, "tokens/s", higher, (name, rates[name]))
+        record.figure(f"dropout 0.05 against {name}", ours, "tokens/s", higher, (name, rates[name]))
         for name in arms
         if name.startswith("TRL")
     ]
@@ -265,12 +266,7 @@ def _serve_trl(connection: Any, name: str, overrides: list[str], _: int) -> None
     os.environ |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "TRL_EXPERIMENTAL_SILENCE": "1"}
     from datasets import Dataset, disable_progress_bars
     from peft import LoraConfig
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoTokenizer,
-        BitsAndBytesConfig,
-        TrainerCallback,
-    )
+    from transformers import AutoTokenizer, TrainerCallback
     from transformers.utils import logging
     from trl import SFTConfig, SFTTrainer
 
@@ -309,12 +305,6 @@ def _serve_trl(connection: Any, name: str, overrides: list[str], _: int) -> None
             next(turns)
 
     with tempfile.TemporaryDirectory() as place:
-        quantization = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=torch.bfloat16,
-        )
         adapter = LoraConfig(
             r=config.lora.r,
             lora_alpha=config.lora.alpha,
@@ -337,12 +327,7 @@ def _serve_trl(connection: Any, name: str, overrides: list[str], _: int) -> None
             disable_tqdm=True,
         )
         trainer = Counted(
-            model=AutoModelForCausalLM.from_pretrained(
-                inputs.base.directory,
-                dtype=torch.bfloat16,
-                quantization_config=quantization,
-                device_map={"": "cpu"},
-            ),
+            model=_quantized(inputs.base.directory),
             args=settings,
             train_dataset=Dataset.from_list([{"input_ids": one} for one in ids]),
             processing_class=AutoTokenizer.from_pretrained(inputs.base.directory),
@@ -350,6 +335,24 @@ def _serve_trl(connection: Any, name: str, overrides: list[str], _: int) -> None
             callbacks=[Steps()],
         )
         trainer.train()
+
+
+def _quantized(directory: Path) -> Any:
+    """Load a model in NF4 with double quantization, as QLoRA recipes do."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    return AutoModelForCausalLM.from_pretrained(
+        directory,
+        dtype=torch.bfloat16,
+        quantization_config=quantization,
+        device_map={"": "cpu"},
+    )
 
 
 def _turns(connection: Any, tokens: Counter[str]) -> Iterator[None]:

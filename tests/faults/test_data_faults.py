@@ -155,7 +155,7 @@ def test_a_model_that_sees_what_it_predicts_is_caught(monkeypatch, refused):
 
 
 def test_attention_that_damages_the_next_document_is_caught(monkeypatch, refused, tmp_path):
-    """The fault needs a document that is as long as its pack after rounding, which is not short."""
+    """The fault needs a document that, rounded up, fills its pack; short ones never do."""
 
     def gathered(x_TGRK, block):
         x_GRTK = x_TGRK[block.queries].permute(1, 2, 0, 3).contiguous()  # no copy in this layout

@@ -281,33 +281,14 @@ def from_directory(directory: Path, *, memory_bytes: int | None = None) -> Itera
 
 @contextmanager
 def from_gguf(directory: Path) -> Iterator[Forward]:
-    """Read the GGUF file of an export with transformers, computing in f32.
-
-    transformers leaves out some of the header, which the gguf package reads: scaled rotary
-    frequencies, the width of a head, the positions of GPT-2, and biases of attention.
-    """
+    """Read the GGUF file of an export with transformers, computing in f32."""
     from gguf import GGUFReader
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     file = GGUFReader(directory / GGUF)
     tensors = {one.name: one.data for one in file.tensors}
-    kind = file.fields["general.architecture"].contents()
-
-    def header(name: str) -> Any:
-        found = file.fields.get(f"{kind}.{name}")
-        return None if found is None else found.contents()
-
     with quiet():
-        config = AutoConfig.from_pretrained(directory, gguf_file=GGUF)
-        if header("attention.key_length") is not None:
-            config.head_dim = header("attention.key_length")
-        if config.model_type == "gpt2":
-            config.n_positions = header("context_length")
-        if config.model_type == "llama":
-            config.attention_bias = "blk.0.attn_q.bias" in tensors
-        if header("rope.scaling.type") == "linear":
-            scaling = {"rope_type": "linear", "factor": header("rope.scaling.factor")}
-            config.rope_parameters = {**config.rope_parameters, **scaling}
+        config = _config_in(file, directory, has_bias="blk.0.attn_q.bias" in tensors)
         model = AutoModelForCausalLM.from_pretrained(
             directory, gguf_file=GGUF, config=config, dtype=torch.float32, device_map={"": "cpu"}
         )
@@ -315,6 +296,35 @@ def from_gguf(directory: Path) -> Iterator[Forward]:
         rotary = model.model.rotary_emb
         rotary.inv_freq = rotary.inv_freq / torch.tensor(tensors[ROPE_FACTORS])
     yield functools.partial(trace, model)
+
+
+def _config_in(file: Any, directory: Path, *, has_bias: bool) -> Any:
+    """Read the configuration in a GGUF file's header, with the values that transformers ignores.
+
+    Args:
+        file: the file, as the gguf package reads it.
+        directory: its directory.
+        has_bias: whether the projections of attention have biases.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(directory, gguf_file=GGUF)
+    begin = f"{file.fields['general.architecture'].contents()}."
+    header = {
+        name.removeprefix(begin): one.contents()
+        for name, one in file.fields.items()
+        if name.startswith(begin)
+    }
+    if "attention.key_length" in header:
+        config.head_dim = header["attention.key_length"]
+    if config.model_type == "gpt2":
+        config.n_positions = header["context_length"]
+    if config.model_type == "llama":
+        config.attention_bias = has_bias
+    if header.get("rope.scaling.type") == "linear":
+        scaling = {"rope_type": "linear", "factor": header["rope.scaling.factor"]}
+        config.rope_parameters = {**config.rope_parameters, **scaling}
+    return config
 
 
 @contextmanager

@@ -306,8 +306,8 @@ def _states(run: RunDir, manifest: Manifest) -> Iterator[Check]:
     """Compare every checkpoint with the digest recorded when it was written."""
     last = manifest.results.get("checkpoint")
     if last is not None and not (run.path / last).exists():
-        recorded = [None, *checkpoint_digests(run.path / last)][-1]
-        yield not_here(last, recorded, "the last checkpoint is no longer there")
+        recorded = next(reversed(checkpoint_digests(run.path / last)), None)
+        yield not_here(last, recorded, "the file is no longer there")
     for path in run.states():
         name, expected, found = (
             f"checkpoints/{path.name}",

@@ -269,7 +269,9 @@ def _deed(run_dir: RunDir, manifest: Manifest, config: Mapping[str, Any]) -> str
         case "evaluate":
             suite = (config.get("suite") or {}).get("name") or manifest.choices.get("suite")
             return f"evaluate: {subject or 'models'} on {suite}"
-        case "export" if form := section.get("format") or config.get("format"):  # as in MOVED
+        case "export" if form := section.get("format") or config.get(
+            "format"
+        ):  # in earlier releases
             return f"export: {subject} to {form}"
         case _:
             return f"{task}: {subject}" if subject else task

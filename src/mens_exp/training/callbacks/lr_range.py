@@ -79,7 +79,8 @@ class LrRange(Callback):
         del trainer, batch_idx
         if batch.is_filler:
             return
-        with torch.enable_grad(), pl_module.as_base():  # objectives learn where gradients are on
+        # Without gradients, objectives would return the plain loss of validation.
+        with torch.enable_grad(), pl_module.as_base():
             loss = pl_module.passed(batch)[1]
         total = loss.total.detach()
         count = torch.full_like(total, loss.count)
