@@ -187,7 +187,7 @@ def test_every_value_enters_the_digest():
     base.callbacks.scorecard.every_n_steps = 2
     rounds = base.rejection_sampling
     rounds.output, rounds.hours, rounds.sample = "o", 1.0, ["s"]
-    base.prompt, base.repo, base.push.message, base.out = "p", "me/x", "m", "o"
+    base.chat.prompt, base.push.repo, base.push.message, base.out = "p", "me/x", "m", "o"
     base.base, base.merge.meta, base.adapter.file = "b", "j", "s"
     base.sweep.resume, base.trainer.device_gib, base.trainer.class_gib = "d", 80.0, 24.0
     base.sync.project, base.sync.entity = "p", "e"

@@ -223,6 +223,7 @@ def test_an_adapter_of_another_scale_is_refused(tiny, train_in, tmp_path, monkey
 @pytest.mark.usefixtures("nothing_known")
 def test_labels_that_are_not_shifted_are_refused(tiny, train_in, tmp_path, monkeypatch):
     """Each position would learn its own token."""
+    from mens_exp.data import stream
     from mens_exp.training import contract_probe
 
     right = contract_probe.packed_batch
@@ -233,7 +234,8 @@ def test_labels_that_are_not_shifted_are_refused(tiny, train_in, tmp_path, monke
             batch, targets_M=batch.input_ids_BT.flatten()[batch.predict_M]
         )
 
-    monkeypatch.setattr(contract_probe, "packed_batch", unshifted)
+    for user in (contract_probe, stream):
+        monkeypatch.setattr(user, "packed_batch", unshifted)
     run = train_on(train_in, tiny("llama"), tmp_path / "run", code=4)
     assert reference_of(run)["loss"] > 1e-3
 
