@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mens_exp import cli
-from mens_exp.artifacts.certificate import Certificate
+from mens_exp.artifacts.certificate import Certificate, Inspection, Outcome
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.run_dir import RunDir
@@ -275,6 +275,31 @@ def test_a_run_leaves_as_gguf_with_its_certificate(dtype, rel, run, exported, of
     assert Certificate.read(out / "parity.json").comparisons["written"]["mean_kl"] < 0.005
     assert read_handoff(out).tokenizer_source == "model.gguf"
     assert of_gguf(out) == validated(run, rel=rel)
+
+
+@pytest.mark.parametrize("by_run", [False, True])
+def test_a_gguf_file_is_certified_again(by_run, tmp_path, exported, monkeypatch):
+    """By its directory or by the run that wrote it; one flipped bit of a weight is found."""
+    out = exported("export.format=gguf", "gguf.dtype=q8_0")
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "record" if by_run else out
+
+    def inspected(name):
+        directory = f"hydra.run.dir={tmp_path / name}"
+        code = cli.main(["task=inspect", f"path={path}", "inspect.verify=true", directory])
+        record = Inspection.read(RunDir(tmp_path / name).inspection)
+        return code, {one["name"]: one["outcome"] for one in record.verification["checks"]}
+
+    code, outcomes = inspected("whole")
+    assert code == 0
+    assert outcomes["files.model.gguf"] == Outcome.EQUAL
+    assert outcomes["certificate: written.mean_kl"] == Outcome.EQUAL, outcomes
+    file = out / "model.gguf"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    code, outcomes = inspected("flipped")
+    assert (code, outcomes["files.model.gguf"]) == (4, Outcome.DIFFERS)
 
 
 @pytest.fixture

@@ -683,6 +683,24 @@ def test_stream_is_whole(server):
     assert json.loads(events[-2])["usage"]["completion_tokens"] <= 4
 
 
+def test_a_streamed_answer_is_the_text_of_the_whole_answer(server):
+    """Also where it ends within a character; only the last event has a `finish_reason`."""
+    cut = 0
+    for seed in range(12):
+        body = {"prompt": "Hello", "max_tokens": 6, "temperature": 1.5, "seed": seed}
+        whole = asked(server, TEXT, body)[1]["choices"][0]["text"]
+        with connected(server) as one:
+            one.sendall(posted(TEXT, {**body, "stream": True}))
+            text = answer(one)[2].decode()
+        *events, _ = [line[6:] for line in text.split("\n") if line.startswith("data: ")]
+        choices = [json.loads(one)["choices"][0] for one in events]
+        assert "".join(one.get("text") or "" for one in choices) == whole
+        assert [one["finish_reason"] for one in choices[:-1]] == [None] * (len(choices) - 1)
+        assert choices[-1]["finish_reason"] in {"stop", "length"}
+        cut += whole.endswith("\N{REPLACEMENT CHARACTER}")
+    assert cut
+
+
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 @pytest.mark.parametrize("is_wanted", [True, False])
 def test_stream_options_say_where_the_usage_stands(server, path, is_wanted):

@@ -13,6 +13,7 @@ import yaml
 
 from mens_exp import cli
 from mens_exp.artifacts.certificate import Outcome
+from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.run_dir import RunDir
 
 TENSORS = "adapter/adapter.safetensors"
@@ -105,6 +106,17 @@ def test_a_swapped_adapter_file_is_found(
         ),
         (lambda value: value["facts"].update(quant="fp4"), "facts.quant"),
         (lambda value: value["outputs"].update({TENSORS: "0" * 64}), f"outputs.{TENSORS}"),
+        *(
+            (change, "manifest.json, all values")
+            for change in (
+                lambda value: value["facts"].update(seq_len=1),
+                lambda value: value["data_contract"].update(documents=1),
+                lambda value: value["overrides"].append("seed=42"),
+                lambda value: value["outputs"].pop("config.yaml"),
+                lambda value: value["provenance"].update(commit="0" * 40),
+                lambda value: value.update(started_utc="2026-01-01T00:00:00.000Z"),
+            )
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -116,7 +128,8 @@ def test_an_edited_manifest_is_found(
 ):
     """By its configuration, its telemetry, the contract itself, or the base on disk."""
     edit(run.manifest, change)
-    assert name in differing(inspect(run.path, "inspect.verify=true", code=4))
+    found = differing(inspect(run.path, "inspect.verify=true", code=4))
+    assert {name, "manifest.json, all values"} <= {*found}
 
 
 def test_a_resumed_run_is_what_its_records_say_and_replays(broken, inspect, tmp_path):
@@ -166,8 +179,12 @@ def test_a_run_of_an_earlier_release_is_what_its_records_say(run, inspect):
     values = yaml.safe_load(run.config.read_text("utf-8"))
     del values["compare"], values["eval"]["keep_passing"]
     run.config.write_text(yaml.safe_dump(values), "utf-8")
-    sha256 = hashlib.sha256(run.config.read_bytes()).hexdigest()
-    edit(run.manifest, lambda value: value["outputs"].update({"config.yaml": sha256}))
+    *events, end = run.telemetry.read_text("utf-8").splitlines()
+    last = json.loads(end)
+    del last["payload"]["manifest_sha256"]
+    run.telemetry.write_text("\n".join([*events, json.dumps(last), ""]), "utf-8")
+    written = {file.name: sha256_file(file) for file in (run.config, run.telemetry)}
+    edit(run.manifest, lambda value: value["outputs"].update(written))
     assert differing(inspect(run.path, "inspect.verify=true", code=4)) == ["config_digest"]
     canonical = json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
     digest = hashlib.sha256(canonical).hexdigest()
@@ -505,14 +522,15 @@ def test_a_comparison_whose_figures_were_edited_with_its_hash_is_found(study, in
     finally:
         file.write_bytes(before[0])
         manifest.write_bytes(before[1])
-    assert differing(found) == ["comparison"]
+    assert differing(found) == ["manifest.json, all values", "comparison"]
 
 
 def test_rows_of_another_encoding_are_found(run, inspect):
     """The recorded digest is of other tokens than the rows give."""
     edit(run.manifest, lambda value: value["inputs"]["data"].update(train_sha256="0" * 64))
     assert differing(inspect(run.path, "inspect.verify=true", code=4)) == [
-        "inputs.data.train_sha256"
+        "inputs.data.train_sha256",
+        "manifest.json, all values",
     ]
 
 

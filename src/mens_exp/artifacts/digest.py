@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 from mens_exp.artifacts import atomic
 from mens_exp.artifacts.atomic import json_line
 from mens_exp.artifacts.manifest import Status
+from mens_exp.artifacts.run_dir import TELEMETRY
 from mens_exp.errors import DataError, Problems
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from mens_exp.artifacts.run_dir import RunDir
@@ -56,6 +57,20 @@ def digest(obj: object) -> str:
         MensError: as in `canonical_json`.
     """
     return sha256_bytes(canonical_json(obj))
+
+
+def manifest_digest(values: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of the values of a manifest that do not change once its run has ended.
+
+    The notes are left out, as a report or an upload that fails adds one, and so is the hash of the
+    telemetry, which contains this digest.
+
+    Args:
+        values: the JSON object.
+    """
+    kept = {name: value for name, value in values.items() if name != "notes"}
+    outputs = {name: sha256 for name, sha256 in values["outputs"].items() if name != TELEMETRY}
+    return digest(kept | {"outputs": outputs})
 
 
 CERTIFICATE = "parity.json"  # in an output directory, or appended to an output file's name

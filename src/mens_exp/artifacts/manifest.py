@@ -115,8 +115,11 @@ class Manifest(StoredRecord):
         Raises:
             MensError: a field is of the wrong type or not finite; nothing is written.
         """
-        safe = {name: screened(getattr(self, name)) for name in _SCREENED}
-        write_record(replace(self, **safe), path)
+        write_record(self.screened(), path)
+
+    def screened(self) -> Manifest:
+        """Return the record with every detected credential masked."""
+        return replace(self, **{name: screened(getattr(self, name)) for name in _SCREENED})
 
     def problems(self, where: str) -> list[DataError]:
         """Return the times, digests and paths that are malformed."""
@@ -133,12 +136,12 @@ class Manifest(StoredRecord):
         if self.contract is not None and not _SHA256.fullmatch(str(contract)):
             place = f"{where}: contract.digest"
             found.append(_wrong(place, str(contract), "a SHA-256, 64 hexadecimal digits"))
-        for name, digest in self.outputs.items():
+        for name, sha256 in self.outputs.items():
             place = f"{where}: outputs.{name}"
             if not _is_inside(name):
                 found.append(_wrong(place, name, "a relative path with forward slashes"))
-            if not _SHA256.fullmatch(digest):
-                found.append(_wrong(place, digest, "a SHA-256, 64 hexadecimal digits"))
+            if not _SHA256.fullmatch(sha256):
+                found.append(_wrong(place, sha256, "a SHA-256, 64 hexadecimal digits"))
         return found
 
 

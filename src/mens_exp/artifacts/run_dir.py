@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _CHECKPOINT = re.compile(r"step_(\d{8,})\.ckpt")
 _MANIFEST = "manifest.json"
+TELEMETRY = "telemetry.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class RunDir:
     @property
     def telemetry(self) -> Path:
         """The telemetry events, one per line."""
-        return self.path / "telemetry.jsonl"
+        return self.path / TELEMETRY
 
     @property
     def quarantine(self) -> Path:

@@ -6,6 +6,7 @@ The handlers, their model and their generation thread are those of `transformers
 from __future__ import annotations
 
 import contextvars
+import json
 import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -20,7 +21,11 @@ from transformers import (
 )
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
-from transformers.cli.serving.utils import GenerateManager, GenerationState
+from transformers.cli.serving.utils import (
+    GenerateManager,
+    GenerationState,
+    response_events_to_chunks,
+)
 
 if TYPE_CHECKING:
     import asyncio
@@ -166,6 +171,39 @@ class _Pieces:
         )
 
 
+class _Streamer:
+    """transformers' streamer, which also sends a last character whose bytes are incomplete.
+
+    Its decoder waits for the missing bytes. A decoded complete answer has U+FFFD there.
+    """
+
+    def __init__(self, streamer: Any, tokenizer: Any) -> None:
+        self.streamer = streamer
+        self.tokenizer = tokenizer
+        self.skips = streamer._parser is None  # noqa: SLF001  # special tokens, as it does
+        self.decoding = DecodeStream([], skip_special_tokens=self.skips)
+        self.ids: list[int] | None = None  # of the answer; the first tokens put are the prompt
+        self.said = ""
+
+    def put(self, value: torch.Tensor) -> None:
+        self.streamer.put(value)
+        if self.ids is None:
+            self.ids = []
+            return
+        for token in value.tolist():
+            self.ids.append(token)
+            self.said += self.decoding.step(self.tokenizer, token) or ""
+
+    def end(self) -> None:
+        whole = self.tokenizer.decode(self.ids or [], skip_special_tokens=self.skips)
+        if whole.startswith(self.said) and (rest := whole[len(self.said) :]):
+            parser = self.streamer._parser  # noqa: SLF001
+            pieces = [rest] if parser is None else response_events_to_chunks(parser.feed(rest))
+            for piece in pieces:
+                self.streamer._enqueue(piece)  # noqa: SLF001
+        self.streamer.end()
+
+
 class _Model:
     """A model whose `generate` stops when its generation is ended."""
 
@@ -183,6 +221,8 @@ class _Model:
         penalties = LogitsProcessorList([_Penalties(self._generation)] if asks else [])
         if self._generation.ended.is_set():  # ended while it was queued
             named["generation_config"].max_new_tokens = 1
+        if (streamer := named.get("streamer")) is not None:
+            named["streamer"] = _Streamer(streamer, self._tokenizer)
         return self._model.generate(**named, stopping_criteria=criteria, logits_processor=penalties)
 
 
@@ -193,6 +233,16 @@ class _Handler:
         """Return the model's name as in requests, without a Hub revision."""
         name, model, processor = super()._resolve_model(body)  # type: ignore[misc]  # of the other base
         return name.removesuffix("@main"), model, processor
+
+    @staticmethod
+    def chunk_to_sse(chunk: Any) -> str:
+        """Return an event; ``finish_reason`` is null in all but the last, as in OpenAI's API."""
+        if isinstance(chunk, str):
+            return str(ChatCompletionHandler.chunk_to_sse(chunk))
+        event = chunk.model_dump(mode="json", exclude_none=True)
+        for choice in event["choices"]:
+            choice.setdefault("finish_reason", None)
+        return f"data: {json.dumps(event)}\n\n"
 
     def _build_generation_config(self, body: Any, *arguments: Any, **named: Any) -> Any:
         """Sample if a request asks for it, and from all tokens, as OpenAI's API does.

@@ -225,10 +225,11 @@ def written_by(certificate: Certificate, near: Path) -> RunDir | None:
     found = []
     for run, manifest in _at_hand(near):
         results = manifest.results
-        whole = {*(results.get("out_sha256") or {}).values()} | {results.get("tensors_sha256")}
-        is_merge = manifest.task == "merge" and hashes <= whole
-        if is_merge or (manifest.task == "export" and hashes & whole):
-            out = str(results.get("out") or results.get("adapter"))
+        whole = results.get("out_sha256") or results.get("files_sha256") or {}
+        is_model = manifest.task in {"merge", "export"} and hashes <= {*whole.values()}
+        is_adapter = manifest.task == "export" and results.get("tensors_sha256") in hashes
+        if is_model or is_adapter:
+            out = str(results.get("out") or results.get("adapter") or results.get("directory"))
             places = {(run.path / out).resolve(), Path(out).expanduser().resolve()}
             found.append((near.resolve() not in places, run))
     # The same output may have been written twice, and certified on different texts.

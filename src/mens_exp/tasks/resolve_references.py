@@ -368,8 +368,11 @@ def inspected(text: str) -> Inspected:
             adapter=adapter,
             what=f"{whose}, {_form(adapter)}",
         )
-    if (path / "config.json").is_file():
-        what = "a merged model" if certificate_place(path).is_file() else "a model directory"
+    is_ours = certificate_place(path).is_file()
+    if (path / "config.json").is_file() or is_ours:
+        is_gguf = any(path.glob("*.gguf"))
+        what = "a merged model" if is_ours else "a model directory"
+        what += " in GGUF" if is_gguf else ""
         return Inspected(kind=ArtifactKind.MODEL, path=path, run=None, adapter=None, what=what)
     raise _nothing(path, "a directory without a record, an adapter or a model")
 

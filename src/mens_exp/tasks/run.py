@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from traceback import walk_tb
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from mens_exp.artifacts import atomic, provenance
-from mens_exp.artifacts.digest import rename_later_checkpoints, sha256_file
+from mens_exp.artifacts.digest import manifest_digest, rename_later_checkpoints, sha256_file
 from mens_exp.artifacts.host import machine_fault, run_lock
 from mens_exp.artifacts.manifest import Attempt, Failure, Manifest, Status, utc_now
 from mens_exp.artifacts.run_dir import RunDir
@@ -35,7 +36,7 @@ from mens_exp.planning.contract import contract_of
 from mens_exp.training.wandb_names import agent_inputs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from types import FrameType
 
     from mens_exp.config.overrides import Cell
@@ -145,14 +146,23 @@ class Run:
         if status is Status.CANCELLED and self.dir.pruned.exists():
             manifest.notes.append(self.dir.pruned.read_text("utf-8"))
         self._without_infinities()
-        end = {"status": str(status), "results": dict(manifest.results)}
-        self._isolated("telemetry", lambda: self.telemetry.emit("run_finished", end))
-        self.telemetry.close()
         manifest.outputs = _hash_outputs(self.dir)
+        self._isolated("telemetry", self._emit_the_end)
+        self.telemetry.close()
+        manifest.outputs |= _hashes(self.dir, [self.dir.telemetry])
         self.save()
         self._isolated("report", self._render)
         for fn in self._after_close:
             self._isolated("sink", lambda fn=fn: fn(manifest))  # type: ignore[misc]
+
+    def _emit_the_end(self) -> None:
+        written = asdict(self.manifest.screened())
+        end = {
+            "status": str(self.manifest.status),
+            "results": dict(self.manifest.results),
+            "manifest_sha256": manifest_digest(written),
+        }
+        self.telemetry.emit("run_finished", end)
 
     def _without_infinities(self) -> None:
         """Replace non-finite results by null with a reason, because JSON cannot represent them."""
@@ -192,6 +202,7 @@ def _hash_outputs(run: RunDir) -> dict[str, str]:
     """
     files = [run.config, run.plan, run.telemetry, run.scorecard, run.events, run.transcript]
     files += [
+        *run.scorecards.glob("step_*.jsonl"),
         run.samples,
         run.chat_template,
         run.validation,
@@ -203,6 +214,10 @@ def _hash_outputs(run: RunDir) -> dict[str, str]:
     ]
     for made in (run.adapter, run.weights, run.merged):
         files += sorted(made.rglob("*"))
+    return _hashes(run, files)
+
+
+def _hashes(run: RunDir, files: Iterable[Path]) -> dict[str, str]:
     paths = {path.relative_to(run.path): path for path in files if path.is_file()}
     # A leading dot marks an incomplete file of a writer that died.
     whole = {name for name in paths if not any(part.startswith(".") for part in name.parts)}

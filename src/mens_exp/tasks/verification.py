@@ -11,8 +11,15 @@ from mens_exp.artifacts.adapter_v3 import read_adapter
 from mens_exp.artifacts.certificate import ArtifactKind, Certificate, Link, Outcome
 from mens_exp.artifacts.comparison import Comparison
 from mens_exp.artifacts.decision_ledger import read_ledger
-from mens_exp.artifacts.digest import checkpoint_digests, digest, sha256_bytes, sha256_file
+from mens_exp.artifacts.digest import (
+    checkpoint_digests,
+    digest,
+    manifest_digest,
+    sha256_bytes,
+    sha256_file,
+)
 from mens_exp.artifacts.manifest import Manifest, Status
+from mens_exp.artifacts.record import parse_json, read_bytes
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.telemetry import read_events
 from mens_exp.config.compose import stored_digest
@@ -244,6 +251,7 @@ class _Chain:
         yield from linked(Link.RUN, of, _identity(run, manifest))
         if run.telemetry.is_file():
             yield from linked(Link.RUN, of, _telemetry_checks(run, manifest))
+            yield from linked(Link.RUN, of, _whole_manifest(run, manifest))
         if run.scorecard.is_file() and manifest.status is Status.SUCCEEDED and not differs:
             yield from linked(Link.SCORECARD, of, [_summed_again(run)])
 
@@ -315,7 +323,7 @@ def _states(run: RunDir, manifest: Manifest) -> Iterator[Check]:
             sha256_file(path),
         )
         if not expected:
-            yield not_here(name, None, "an earlier version, which recorded no digest, wrote it")
+            yield not_here(name, None, "no digest of it is recorded in checkpoints/sha256.json")
         else:
             yield compared(name, found if found in expected else expected[-1], found)
 
@@ -373,6 +381,15 @@ def _telemetry_checks(run: RunDir, manifest: Manifest) -> Iterator[Check]:
     if chain is not None and "batches_sha256" in manifest.results:
         name = "results.batches_sha256, by the last step"
         yield compared(name, manifest.results["batches_sha256"], chain)
+
+
+def _whole_manifest(run: RunDir, manifest: Manifest) -> Iterator[Check]:
+    """Compare the values of a closed manifest with the digest in the event that closed it."""
+    ends = [one["payload"] for one in read_events(run.telemetry) if one["event"] == "run_finished"]
+    recorded = ends[-1].get("manifest_sha256") if ends else None
+    if recorded is not None and manifest.status is not Status.STARTED:
+        found = parse_json(read_bytes(run.manifest), str(run.manifest))
+        yield compared("manifest.json, all values", recorded, manifest_digest(found))
 
 
 def _of_adapter(run: RunDir, manifest: Manifest) -> Iterator[Check]:

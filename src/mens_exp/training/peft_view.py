@@ -20,15 +20,11 @@ from mens_exp.backends.forward import MODEL_CODE_ERRORS
 from mens_exp.backends.qlora import QloraBackend
 from mens_exp.backends.reference import f32_bytes, in_f32
 from mens_exp.data.batch import packed_batch, padded_batch
+from mens_exp.data.batch_documents import short_documents
 from mens_exp.errors import ModelFileError
 from mens_exp.model.quiet import quiet
 from mens_exp.objective.causal import CrossEntropy
-from mens_exp.training.contract_probe import (
-    free_bytes,
-    is_in_parts,
-    preserve_state,
-    short_documents,
-)
+from mens_exp.training.contract_probe import free_bytes, is_in_parts, preserve_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
