@@ -52,9 +52,16 @@ def test_responses_that_say_the_same_are_equal(one, other):
         ("if a:\n    b()\nc()", "if a:\n    b()\n    c()"),
         ("some words, no code", "other words, no code"),
         ("# one comment", "# another comment"),
+        ("0x10", "16"),
+        ("1.0", "1.00"),
+        ("ls -l # all", "ls -l"),
+        ("Paris # not Lyon", "Paris"),
         ("x = '\ud800'", "x = '\ud801'"),
     ],
-    ids=["name", "text in a string", "indentation", "words", "only comments", "no UTF-8"],
+    ids=[
+        *("name", "text in a string", "indentation", "words", "only comments"),
+        *("hexadecimal", "decimals", "shell", "word", "no UTF-8"),
+    ],
 )
 def test_responses_that_differ_are_not_equal(one, other):
     """Any difference in content counts, even spaces within a string."""
@@ -81,8 +88,14 @@ def test_code_is_equal_where_its_dumped_trees_are():
             "x = 0x1",
             "x = '\\0'",
         ),
-        *("f(a, b)", "f(a, *b)", "f(a, b=b)", "f(a)(b)", "f([a, b])", "f((a, b))", "f(a, b,)"),
-        *("lambda: None", "lambda: ...", "{**a}", "{None: a}", "x: int", "x: int = 1", "(x): int"),
+        *(
+            f"y = {one}"
+            for one in (
+                *("f(a, b)", "f(a, *b)", "f(a, b=b)", "f(a)(b)", "f([a, b])", "f((a, b))"),
+                *("f(a, b,)", "lambda: None", "lambda: ...", "{**a}", "{None: a}"),
+            )
+        ),
+        *("x: int", "x: int = 1", "(x): int"),
         *("global a, b", "global a; global b", "from . import a", "from .. import a", "import a"),
     ]
     for one in lines:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import io
 import keyword
 import string
@@ -12,7 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mens_exp.corpus.benchmarks import Overlap, OverlapIndex, benchmark_texts, texts_of
+from mens_exp.corpus.benchmarks import (
+    Overlap,
+    OverlapIndex,
+    benchmark_texts,
+    searched_texts,
+    texts_of,
+)
+from mens_exp.corpus.measures import hits_in
+from mens_exp.rows.parse import parse_row
 from mens_exp.rows.schema import TrainingPair
 
 WORDS = st.lists(st.sampled_from(["a", "b", "c"]), max_size=12)
@@ -92,6 +101,30 @@ def test_a_row_says_all_its_prompts_and_answers():
     """All turns count; the system prompt does not."""
     pair = TrainingPair(prompt="c", response="d", history=(("a", "b"),), system="s")
     assert texts_of(pair) == ["a", "b", "c", "d"]
+
+
+def test_items_are_searched_in_all_that_is_read():
+    """System prompts, rejected answers, descriptions of tools, and unescaped arguments too."""
+    code = "def f(a):\n    return [a, a + 1]"
+    tools = [{"name": "run", "description": "runs it", "parameters": {"type": "object"}}]
+    row = {
+        "system": "s",
+        "tools": tools,
+        "messages": [
+            {"role": "user", "content": "u"},
+            {"role": "assistant", "tool_calls": [{"name": "run", "arguments": {"code": code}}]},
+            {"role": "tool", "content": "done"},
+            {"role": "assistant", "content": "Done."},
+        ],
+    }
+    found = searched_texts(parse_row(row, "f:1"))
+    assert {"s", "runs it", code} <= {*found}
+    pair = parse_row({"prompt": "p", "chosen": "good", "rejected": "bad"}, "f:1")
+    assert searched_texts(pair) == ["p", "good", "bad"]
+    assert [hit.field for hit in hits_in(dataclasses.replace(pair, fields=(("rejected", KEY),)))]
+
+
+KEY = "AKIA" + "ABCDEFGH23456789"
 
 
 def local_names(source):

@@ -182,6 +182,21 @@ def test_a_token_part_that_is_damaged_or_of_other_documents_is_not_known(tmp_pat
     assert again == made
 
 
+def test_tokens_lost_of_answers_with_those_of_other_rows(tmp_path, key):
+    """objective=kto also encodes each prompt with another row's answer, of any length."""
+    labelling = Labelling(objective="kto", seq_len=40)
+    train = [
+        dataclasses.replace(pair(f"q{n}", "y" * n), fields=(("label", 1),))
+        for n in (3, 60, 5, 80, 4)
+    ]
+    endless = dataclasses.replace(labelling, seq_len=10_000)
+    kept, whole = (encode(train, VOX, one).supervised.sum() for one in (labelling, endless))
+    key = dataclasses.replace(key, labelling=labelling)
+    documents, counts = rows_cache.encoded(tmp_path, key, lambda: encode(train, VOX, labelling))
+    made = token_part(train, documents, VOX, cache=tmp_path, key=key, counts=counts)
+    assert made.tokens["trained_tokens_lost"] == whole - kept > 0
+
+
 def test_documents_that_are_not_their_rows_leave_roles_unknown_with_the_reason(tmp_path, key):
     """Checks that need no roles still run."""
     train = [pair("1", "y" * 300)]

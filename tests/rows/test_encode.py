@@ -14,6 +14,7 @@ from mens_exp.model import sources
 from mens_exp.rows.answers import messages_of, prompt_text
 from mens_exp.rows.documents import Labelling
 from mens_exp.rows.encode import encode
+from mens_exp.rows.roles import role_counts
 from mens_exp.rows.schema import TrainingPair
 from mens_exp.tokenizer.implementations import HfTokenizer
 
@@ -320,6 +321,38 @@ def test_answer_is_tokenized_as_a_continuation(tmp_path):
     tokens = [core.id_to_token(token) for token in documents.ids.tolist()]
     assert tokens == ["▁", "u", ":", "x", ":", "a", "<e>"]
     assert documents.supervised.tolist() == [False] * 5 + [True] * 2
+
+
+SPACED = {  # tokenizers that put a space before the first word of a text
+    "first": lambda: pre_tokenizers.Metaspace(prepend_scheme="first"),
+    "always": lambda: pre_tokenizers.Metaspace(prepend_scheme="always"),
+    "bytes": lambda: pre_tokenizers.ByteLevel(add_prefix_space=True),
+}
+
+
+@pytest.mark.parametrize("kind", SPACED)
+def test_an_answer_behind_a_space_gets_no_second_one(tmp_path, kind):
+    """The prompt ends in a space, so that prompt and answer are tokenized apart."""
+    space = "Ġ" if kind == "bytes" else "▁"
+    vocab = [*("<e>", space, "u", ":", "x", "a", "b", "\n", "Ċ", ".", "0"), f"{space}a"]
+    core = Tokenizer(models.BPE(vocab={w: i for i, w in enumerate(vocab)}, merges=[(space, "a")]))
+    core.pre_tokenizer = SPACED[kind]()
+    core.decoder = decoders.ByteLevel() if kind == "bytes" else decoders.Metaspace()
+    core.add_special_tokens([AddedToken("<e>", special=True)])
+    core.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'user' %}u:{{ m.content }}: "
+        "{% else %}{{ m.content }}<e>{% endif %}{% endfor %}",
+        "utf-8",
+    )
+    tokenizer = HfTokenizer.from_directory(tmp_path)
+    pair = TrainingPair(prompt="x", response="ab")
+    documents = encoded(tokenizer, pair)
+    tokens = [core.id_to_token(token) for token in documents.ids.tolist()]
+    assert tokens == [space, "u", ":", "x", ":", space, "a", "b", "<e>"]
+    assert documents.supervised.tolist() == [False] * 6 + [True] * 3
+    roles = role_counts([pair], documents, tokenizer, Labelling(objective="assistant", seq_len=99))
+    assert (roles.why_unknown, roles.missed) == (None, 0)
 
 
 def cut(tokenizer, row, limit):

@@ -145,6 +145,10 @@ def test_a_prompt_of_several_turns_is_the_history():
     told = [{"role": "system", "content": "s"}, *row["prompt"]]
     whole = {"prompt": told, "completion": chat("a", "b", "c", "d")}
     assert parse_row(whole, "x:1") == replace(pair, system="s")
+    several = chat("d", "e", "f", first="assistant")
+    weighed = [{**several[0], "weight": 0}, *several[1:]]
+    assert parse_row({**row, "completion": several}, "x:1").unlearned == (0,)
+    assert parse_row({**row, "completion": weighed}, "x:1").unlearned == (0, 1)
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert json.loads(parse_row({**row, "tools": tools}, "x:1").conversation)["tools"] == tools
 
@@ -294,7 +298,21 @@ def test_a_row_with_tools_is_read_back_with_its_keys_in_order():
     assert list(call["arguments"]["again"]) == ["b", "a"]
 
 
+def test_an_empty_result_of_a_tool_makes_no_plain_text():
+    """The last exchange then has no prompt of its own, and is still a conversation."""
+    turns = calling(ARGUMENTS)
+    turns[2]["content"] = ""
+    pair = parse_row({"messages": turns}, "x:1")
+    assert (pair.prompt, pair.is_text) == ("", False)
+    assert parse_row(to_json(pair), "x:2") == pair
+
+
 CALLING = calling({})
+CALL = {"name": "weather", "arguments": {}}
+
+
+def asking(call):
+    return [CALLING[0], {"role": "assistant", "tool_calls": [call]}]
 
 
 @pytest.mark.parametrize(
@@ -308,6 +326,22 @@ CALLING = calling({})
         ({"messages": calling({}, tool_call_id="c2")}, "turn 3 answers no call"),
         ({"messages": calling("{", tool_call_id="c1")}, "'tool_calls' of turn 2 has a call"),
         ({"messages": calling("[NaN]")}, "'tool_calls' of turn 2 has a call that is none"),
+        (
+            {"messages": calling('{"a": 1, "a": 2}')},
+            "'tool_calls' of turn 2 has a call that is none",
+        ),
+        ({"messages": calling({"a": float("nan")})}, "has a number that is not finite"),
+        ({"messages": calling({"a": ["\ud83d"]})}, "holds half a surrogate pair"),
+        ({"messages": calling({"\ud83d": 1})}, "holds half a surrogate pair"),
+        (
+            {"messages": CALLING, "tools": [{**WEATHER["function"], "description": "\ud83d"}]},
+            "a text of tool 1 holds half a surrogate pair",
+        ),
+        ({"messages": asking({**CALL, "thought": 1})}, "has an unknown key 'thought'"),
+        (
+            {"messages": asking({**CALL, "id": 1})},
+            "'id' of a call in 'tool_calls' of turn 2 must be a string",
+        ),
         ({"messages": calling({}, content=7)}, "'content' of turn 3 must be a string"),
         ({"messages": CALLING, "tools": "weather"}, "'tools' must be a list"),
         ({"messages": CALLING, "tools": [{"name": ""}]}, "tool 1 is not a function"),

@@ -429,6 +429,15 @@ def test_text_of_tools_that_spells_control_tokens_is_text(published):
     assert tokenizer.spell(spelled).count("<|im_end|>") == plain.count(ends) + 2
 
 
+@pytest.mark.parametrize("turns", ["all", "last"])
+def test_a_template_that_drops_calls_of_the_context_is_refused(published, turns):
+    """LFM2's renders no calls, so the last answer would follow a result that nothing asked for."""
+    tokenizer = published("chatml", template=(TRL / "lfm2.jinja").read_text("utf-8"))
+    labelling = Labelling(objective="assistant", seq_len=4096, turns=turns)
+    with pytest.raises(DataError, match="call"):
+        encode([WITH_TOOLS], tokenizer, labelling)
+
+
 def test_a_header_that_looks_like_a_tag_is_not_closed(published):
     """Only reasoning that the template itself closes is closed."""
     template = (

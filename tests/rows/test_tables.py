@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import sys
 
 import pyarrow as pa
@@ -63,6 +64,24 @@ def test_lists_of_turns_are_read(stored):
         RowFormat.messages,
         [TrainingPair(prompt="p", response="r")] * 2,
     )
+
+
+def test_nulls_that_a_table_adds_to_objects_are_left_out(stored):
+    """A column of objects has the keys of all its rows; JSON Lines of the same rows has not."""
+    rows = [{"terms": [2, 3]}, {"path": "a", "deep": [{"x": 1}]}, {"deep": [{"y": None}, {"x": 2}]}]
+    turns = [
+        [
+            {"role": "user", "content": "u"},
+            {"role": "assistant", "tool_calls": [{"name": "f", "arguments": one}]},
+            {"role": "tool", "content": "t"},
+            {"role": "assistant", "content": "a"},
+        ]
+        for one in rows
+    ]
+    pairs = read_rows(stored({"messages": turns})).pairs
+    calls = [json.loads(pair.conversation)["messages"][1]["tool_calls"][0] for pair in pairs]
+    found = [call["function"]["arguments"] for call in calls]
+    assert found == [rows[0], rows[1], {"deep": [{}, {"x": 2}]}]
 
 
 def test_columns_may_be_named(stored):

@@ -25,6 +25,7 @@ from mens_exp.corpus.minhash import UNSPACED
 from mens_exp.corpus.python_source import KnownFunctions
 from mens_exp.errors import DataError, MissingExtra
 from mens_exp.rows.decode import decoded_rows
+from mens_exp.rows.schema import further_texts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -168,6 +169,15 @@ class Overlap:
 def texts_of(pair: TrainingPair) -> list[str]:
     """Return each prompt and each answer of a row."""
     return [text for exchange in pair.exchanges for text in exchange]
+
+
+def searched_texts(pair: TrainingPair) -> list[str]:
+    """Return every text of a row in which a benchmark item is searched.
+
+    The further texts are left out of `texts_of`, as rows that share a system prompt or tools would
+    overlap with each other.
+    """
+    return [*texts_of(pair), *(text for _, text in further_texts(pair))]
 
 
 def _words(text: str) -> list[str]:

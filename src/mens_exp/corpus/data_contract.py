@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import numpy as np
 
 from mens_exp.artifacts.data_contract import StoredTokens, TokenPart
-from mens_exp.corpus.benchmarks import NGRAM_WORDS, OverlapIndex, texts_of
+from mens_exp.corpus.benchmarks import NGRAM_WORDS, OverlapIndex, searched_texts, texts_of
 from mens_exp.corpus.split import distinct, hash_prefix, normalised
 from mens_exp.corpus.token_counts import drawn
 from mens_exp.errors import DataError, Problems
@@ -152,7 +152,7 @@ def overlap_part(
     worst: dict[str, Clash] = {}
     sharing = 0
     for pair in train:
-        overlaps = index.overlaps(texts_of(pair))
+        overlaps = index.overlaps(searched_texts(pair))
         sharing += bool(overlaps)
         for one in overlaps:
             if one.item not in worst or one.share > worst[one.item]["share"]:
@@ -272,12 +272,14 @@ def token_part(
     if known is not None:
         return known
     roles = role_counts(pairs, documents, encoder, key.labelling)
-    if roles.why_unknown is None:
+    # objective=kto pairs rows with answers of other rows, so a part of them would get others.
+    some = [*islice(pairs, 1)]
+    is_own = key.labelling.rows.prepared(some) is some
+    if roles.why_unknown is None and is_own:
         cut: Iterable[TrainingPair] = (pairs[number] for number in roles.too_long)
         left = roles.left_of_too_long
     else:
         cut, left = pairs, counts.supervised_tokens
-    # objective=kto pairs truncated rows with answers of other rows, which may be shorter.
     lost = max(supervised_tokens(cut, encoder, key.labelling) - left, 0)
     made = StoredTokens(
         encoding_sha256=counts.sha256,

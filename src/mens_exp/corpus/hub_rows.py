@@ -15,7 +15,7 @@ from mens_exp.layout.hub import commit_of, dataset_files
 from mens_exp.layout.hub_errors import DATASET, translated
 from mens_exp.rows.decode import Located
 from mens_exp.rows.files import glob_in
-from mens_exp.rows.tables import EXTRA, rows_of_batches
+from mens_exp.rows.tables import EXTRA, rows_of_batches, without_nulls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -182,8 +182,7 @@ def examples(config: HubData, dataset: Any) -> Iterator[dict[str, object]]:
     """
     with translated(config.id, pinned(config), DATASET):
         try:
-            for row in dataset:
-                yield {key: value for key, value in row.items() if value is not None}
+            yield from map(without_nulls, dataset)
         except ValueError as error:  # base class of pyarrow's errors
             raise DataError(
                 "datasets failed while reading the split",

@@ -29,6 +29,7 @@ from mens_exp.corpus.python_source import parse
 from mens_exp.corpus.split import project_of
 from mens_exp.corpus.token_counts import Lengths
 from mens_exp.errors import MissingExtra
+from mens_exp.rows.schema import further_texts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -212,7 +213,7 @@ class Hit(NamedTuple):
 
 def hits_in(pair: TrainingPair) -> Iterator[Hit]:
     """Yield the screen's findings in a row: every secret, and each phrase once per field."""
-    fields = [("system", pair.system)] if pair.system is not None else []
+    fields = further_texts(pair)
     for number, (asked, said) in enumerate(pair.exchanges):
         turn = f", turn {number + 1}" if pair.history else ""
         fields += [(f"prompt{turn}", asked), (f"answer{turn}", said)]

@@ -241,12 +241,14 @@ def content_key(pair: TrainingPair, by: DedupeBy) -> bytes:
     Args:
         pair: the row.
         by: `response` compares answers by `response_key`; `row` also compares the system prompt
-            and the user's turns, ignoring white space differences.
+            and the user's turns, ignoring white space differences, and further fields such as a
+            label or a rejected answer.
     """
     said = [response_key(answer) for _, answer in pair.exchanges]
     if by is DedupeBy.row:
         said += ["" if pair.system is None else f"system:{normalised(pair.system)}"]
         said += [normalised(asked) for asked, _ in pair.exchanges]
+        said += [f"{name}:{value!r}" for name, value in pair.fields]
     text = "\0".join(said).encode("utf-8", "surrogatepass")
     return hashlib.sha256(text).digest()[: 8 * KEY_WORDS]
 

@@ -145,13 +145,14 @@ def response_key(response: str) -> str:
 
     Returns:
         For code that parses as Python, a hash of its syntax tree, without layout and comments. For
-        anything else, and for a tree nested too deeply to serialize, a hash of the text with
+        anything else, such as a number, a word or a shell command that happens to be a Python
+        expression, and for a tree nested too deeply to serialize, a hash of the text with
         normalized white space.
     """
     tree = parse(response)
     # The tree of a text with nothing but comments is empty; then the comments are compared.
     meaning = f"text:{normalised(response)}"
-    if tree and tree.body:
+    if tree and not all(isinstance(one, ast.Expr) for one in tree.body):
         with contextlib.suppress(RecursionError):
             meaning = f"code:{_spelled(tree)}"
     return hashlib.sha256(meaning.encode("utf-8", "surrogatepass")).hexdigest()

@@ -162,6 +162,8 @@ def token_counts(
         return round(count * scale)
 
     lost, unlearned = (whole[name] - left[name] for name in ("tokens", "supervised"))
+    # Each further part of a text that is too long repeats a token of the part before it.
+    lost += sum(left[name] - whole[name] for name in ("documents", "dropped"))
     histogram = lengths.record()
     assert histogram is not None, "a row has tokens"
     return Tokens(

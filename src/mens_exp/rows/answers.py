@@ -176,6 +176,12 @@ def _check_prompt(before: list[dict[str, Any]], prompt: str, encoder: TextEncode
         *(("system prompt", turn["content"]) for turn in before[:1] if turn["role"] == "system"),
         *(("tools", tool["function"]["name"]) for tool in first.get("tools", ())),
         *(("result of a tool", turn["content"]) for turn in before if turn["role"] == "tool"),
+        *(
+            ("call of a tool", text)
+            for turn in before
+            for call in turn.get("tool_calls", ())
+            for text in _texts_in(call)
+        ),
     ]
     for what, text in dropped:
         if not _is_in(text, prompt, encoder):

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from mens_exp.rows.answers import Answer, TextEncoder
     from mens_exp.rows.schema import TrainingPair
 
-ENCODING_VERSION = 5  # increment when ids, masks or counts of the same row change
+ENCODING_VERSION = 6  # increment when ids, masks or counts of the same row change
 MOST_BAD_ROWS = 20  # rendered before a refusal
 _SHORTEST = 2  # minimum tokens, so that one can be predicted
 
@@ -159,8 +159,28 @@ def _ids(
         if ids[:start] == before and ids[:end] == until:
             yield before, ids[start:end], ids[end:]
         else:
-            body, closing = encoder.encode_all([one.body, one.closing])
+            body, closing = encode_continued([one.body, one.closing], encoder)
             yield before, body, closing
+
+
+# Texts in front of another one; some tokenizers put a space before the first word of a text.
+ANCHORS: Final = ("\n", ".", "0")
+
+
+def encode_continued(texts: Sequence[str], encoder: TextEncoder) -> list[list[int]]:
+    """Tokenize texts as the continuation of another text.
+
+    Each is encoded behind the first anchor that does not merge with it, or alone if all do.
+    """
+    found = encoder.encode_all(texts)
+    left = [*range(len(texts))]
+    for anchor, before in zip(ANCHORS, encoder.encode_all(ANCHORS), strict=True):
+        behind = encoder.encode_all([anchor + texts[number] for number in left])
+        whole = dict(zip(left, behind, strict=True))
+        left = [number for number in left if whole[number][: len(before)] != before]
+        for number in whole.keys() - set(left):
+            found[number] = whole[number][len(before) :]
+    return found
 
 
 def _ending(

@@ -106,14 +106,17 @@ class _Reader:
         return self._pair(before) if form is RowFormat.preference else self._labelled(before)
 
     def answered(self) -> Conversation | None:
-        """Return the prompt with the row's only answer; answers in the prompt are not learned."""
+        """Return the prompt with the row's only answer; answers in the prompt are not learned.
+
+        Of several answers in the completion, those of weight 0 are not learned either.
+        """
         before = self._before()
         found = None if before is None else self._conversation(before, "response")
         if before is None or found is None:
             return None
         asked = [self._role(turn) for turn in before]
         given = sum(role not in {"system", "user", "tool"} for role in asked)
-        return replace(found, unlearned=tuple(range(given)))
+        return replace(found, unlearned=tuple(sorted({*range(given), *found.unlearned})))
 
     def _pair(self, before: list[Any]) -> Judged | None:
         chosen = self._conversation(before, "chosen")

@@ -16,7 +16,7 @@ import numpy as np
 
 from mens_exp.rows.answers import TextEncoder
 from mens_exp.rows.documents import ROWS_TOGETHER
-from mens_exp.rows.encode import encode, text_parts
+from mens_exp.rows.encode import ANCHORS, encode, text_parts
 from mens_exp.rows.files import release_pages
 from mens_exp.rows.shapes import Role, Shape, contents_of, shape_of_answer
 
@@ -237,13 +237,25 @@ class _Counter:
     def _apart(self, shape: Shape, pieces: list[str]) -> _Document:
         """Tokenize prompt, answer and closing separately, as for a token that would straddle."""
         bounds = (0, shape.prompt, shape.answer + 1, len(pieces))
-        found = self.encoder.encode_pieces([pieces[a:b] for a, b in itertools.pairwise(bounds)])
+        (prompt,) = self.encoder.encode_pieces([pieces[: shape.prompt]])
+        rest = [pieces[a:b] for a, b in itertools.pairwise(bounds[1:])]
+        found = [prompt, *map(self._continued, rest)]
         joined = _Joined(
             np.concatenate([one.ids for one in found]),
             np.concatenate([one.first + at for one, at in zip(found, bounds, strict=False)]),
             np.concatenate([one.last + at for one, at in zip(found, bounds, strict=False)]),
         )
         return self._document(shape, joined)
+
+    def _continued(self, pieces: list[str]) -> PlacedTokens:
+        """Tokenize pieces as `encode_continued` does."""
+        for anchor in ANCHORS:
+            (before,) = self.encoder.encode_all([anchor])
+            (placed,) = self.encoder.encode_pieces([[anchor, *pieces]])
+            many = len(before)
+            if placed.ids[:many].tolist() == before:
+                return _Joined(placed.ids[many:], placed.first[many:] - 1, placed.last[many:] - 1)
+        return self.encoder.encode_pieces([pieces])[0]
 
     def _document(self, shape: Shape, placed: PlacedTokens) -> _Document:
         by_piece = np.array([piece.role for piece in shape.pieces], np.int64)

@@ -17,7 +17,7 @@ from mens_exp.config.data import RowFormat
 from mens_exp.errors import DataError, Problems
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +25,8 @@ class TrainingPair:
     """One prompt and the response to train on.
 
     Attributes:
-        prompt: the user's text; not blank, except that a plain text has the empty string.
+        prompt: the user's text; not blank, except that a plain text has the empty string, and so
+            may a row whose last answer follows the result of a tool.
         response: the assistant's answer, or the plain text; not blank.
         rating: quality, 1 (worst) to 5 (best); None if not rated.
         category: a free tag that filters can use.
@@ -93,12 +94,41 @@ class TrainingPair:
     @property
     def is_text(self) -> bool:
         """Whether the row is a plain text, which no chat template renders."""
-        return not self.prompt
+        return not self.prompt and self.conversation is None
 
     @property
     def exchanges(self) -> tuple[tuple[str, str], ...]:
         """All exchanges, including the last one."""
         return (*self.history, (self.prompt, self.response))
+
+
+def further_texts(pair: TrainingPair) -> list[tuple[str, str]]:
+    """Return the texts that training reads besides the exchanges, each with what it is.
+
+    They are the system prompt, a rejected answer, and all strings of tools and of the arguments of
+    calls, which the exchanges hold as JSON only.
+    """
+    found = [] if pair.system is None else [("system", pair.system)]
+    found += [(name, str(value)) for name, value in pair.fields if name == REJECTED]
+    if pair.conversation is not None:
+        held = json.loads(pair.conversation)
+        found += [("tools", text) for text in strings_in(held.get("tools"))]
+        calls = [call for turn in held["messages"] for call in turn.get("tool_calls", ())]
+        found += [("arguments", text) for text in strings_in(calls)]
+    return found
+
+
+def strings_in(value: object) -> Iterator[str]:
+    """Yield every string in a JSON value, keys included, in order."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, one in value.items():
+            yield str(name)
+            yield from strings_in(one)
+    elif isinstance(value, list):
+        for one in value:
+            yield from strings_in(one)
 
 
 def to_json(pair: TrainingPair) -> dict[str, Any]:

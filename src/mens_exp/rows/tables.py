@@ -10,6 +10,7 @@ only inside functions.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, Literal
 
 from mens_exp.errors import DataError, MissingExtra
@@ -188,8 +189,20 @@ def _values(batch: Any, where: str, before: int) -> Iterator[object]:
         reason = "is not UTF-8" if isinstance(error, UnicodeDecodeError) else f"is none: {error}"
         yield DataError(f"the row {reason}", where=where.format(before + 1))
         return
-    for row in rows:
-        yield {name: value for name, value in row.items() if value is not None}
+    yield from map(without_nulls, rows)
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value of a table without the keys whose value is null, at any depth.
+
+    A column of objects has the keys of all of its rows, and null where a row lacks one.
+    """
+    if isinstance(value, Mapping):
+        kept = value.items()
+        return {name: without_nulls(one) for name, one in kept if one is not None}
+    if isinstance(value, list):
+        return [without_nulls(one) for one in value]
+    return value
 
 
 def _too_large(where: str, found: str, most: int) -> DataError:

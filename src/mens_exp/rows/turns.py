@@ -8,15 +8,16 @@ available tools have the form that chat templates read
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from mens_exp.errors import nearest
-from mens_exp.rows.schema import TURN_WEIGHT, RowProblems, json_type, shown
+from mens_exp.rows.schema import TURN_WEIGHT, RowProblems, json_type, shown, strings_in
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 _CALL: Final = "function_call"  # LLaMA-Factory's role for a turn that is a call
 
@@ -163,6 +164,7 @@ def read_tools(value: object, problems: RowProblems) -> list[dict[str, Any]]:
         if _is_deep(tool):
             problems.add(f"tool {number} is nested too deeply", shown(tool), _NOT_DEEP)
             continue
+        _check_values(tool, f"tool {number}", problems)
         wrapped = function is not tool
         found.append(dict(tool) if wrapped else {"type": "function", "function": dict(tool)})
     return found
@@ -304,12 +306,35 @@ def _calls(value: object, label: str, problems: RowProblems) -> list[dict[str, A
         if _is_deep(arguments):
             problems.add(f"{label} has a call that is nested too deeply", shown(call), _NOT_DEEP)
             continue
-        known = {"id": outer["id"]} if isinstance(outer.get("id"), str) else {}
+        _check_values([name, arguments], f"a call in {label}", problems)
+        _check_call_keys(outer, function, label, problems)
+        named = outer.get("id")
+        known = {} if named is None else {"id": problems.text(f"'id' of a call in {label}", named)}
         made = {"name": name, "arguments": dict(arguments)}
         found.append({**known, "type": "function", "function": made})
     return found
 
 
+def _check_call_keys(
+    outer: Mapping[str, Any], function: Mapping[str, Any], label: str, problems: RowProblems
+) -> None:
+    """Report keys of a call that would not be learned."""
+    is_bare = outer is function
+    known = _OF_CALL | (_OF_FUNCTION if is_bare else {"function"})
+    given = [(key, outer[key]) for key in outer if key not in known]
+    if not is_bare:
+        given += [(key, function[key]) for key in function if key not in _OF_FUNCTION]
+    for key, value in given:
+        if value is not None:
+            problems.add(
+                f"a call in {label} has an unknown key {str(key)!r}",
+                shown(value),
+                "'id', 'type', and 'function' with 'name' and 'arguments'",
+            )
+
+
+_OF_CALL: Final = frozenset({"id", "type", "index"})
+_OF_FUNCTION: Final = frozenset({"name", "arguments"})
 _MOST_LEVELS: Final = 100  # of nesting in a function; templates and `json` recurse at each level
 _NOT_DEEP: Final = f"at most {_MOST_LEVELS} levels"
 
@@ -326,6 +351,25 @@ def _is_deep(value: object) -> bool:
     return bool(level)
 
 
+def _check_values(value: object, name: str, problems: RowProblems) -> None:
+    """Report strings that UTF-8 cannot encode, and numbers that JSON cannot represent."""
+    for text in strings_in(value):
+        if problems.text(f"a text of {name}", text) is None:
+            return
+    if any(isinstance(one, float) and not math.isfinite(one) for one in _scalars(value)):
+        problems.add(f"{name} has a number that is not finite", shown(value), "JSON values")
+
+
+def _scalars(value: object) -> Iterator[object]:
+    if isinstance(value, Mapping):
+        value = [*value.values()]
+    if isinstance(value, list):
+        for one in value:
+            yield from _scalars(one)
+    else:
+        yield value
+
+
 def _is_name(value: object) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
@@ -335,9 +379,16 @@ def decoded(value: object) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value, parse_constant=_refuse)
+        return json.loads(value, parse_constant=_refuse, object_pairs_hook=_unrepeated)
     except (ValueError, RecursionError):
         return value
+
+
+def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key that occurs twice")  # never shown
+    return found
 
 
 def _refuse(constant: str) -> Any:

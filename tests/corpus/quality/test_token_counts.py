@@ -55,6 +55,15 @@ def test_a_document_without_anything_to_learn_is_lost(tokenizer):
     assert found["documents"] == 2
 
 
+def test_parts_of_a_long_text_lose_nothing(tokenizer):
+    """Each part but the first repeats a token of the one before, which no text has twice."""
+    text = TrainingPair(prompt="", response="x" * 100)
+    limit = Labelling(objective="causal", seq_len=20)
+    found = token_counts([text], 1, tokenizer, limit)
+    assert found["documents"] == 1
+    assert (found["lost_tokens"], found["lost_supervised_tokens"]) == (0, 0)
+
+
 def test_rows_stand_for_others(tokenizer):
     """Of 1,000 rows 250 are sampled; the true total is within four standard errors."""
     rng = np.random.default_rng(0)

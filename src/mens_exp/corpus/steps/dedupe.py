@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from mens_exp.artifacts.atomic import json_line
-from mens_exp.corpus.benchmarks import OverlapIndex, benchmark_texts, texts_of
+from mens_exp.corpus.benchmarks import OverlapIndex, benchmark_texts, searched_texts, texts_of
 from mens_exp.corpus.minhash import KEY_WORDS, Fingerprints, Likeness, bands_for, jaccard
 from mens_exp.corpus.split import Side
 from mens_exp.corpus.steps.step import RowWriter, StepInput, StepResult, read_rows, read_sides
@@ -365,7 +365,7 @@ def decontaminate(step: StepInput) -> StepResult:
     with RowWriter(step.directory) as writer, (step.directory / CONTAMINATED).open("xb") as gone:
         for side, pair in read_sides(step.files):
             rows += 1
-            overlaps = [] if side is Side.HELDOUT else index.overlaps(texts_of(pair))
+            overlaps = [] if side is Side.HELDOUT else index.overlaps(searched_texts(pair))
             found.update(one.item for one in overlaps)
             if not overlaps or overlaps[0].share < config.min_share_frac:
                 writer.write(pair, side)
