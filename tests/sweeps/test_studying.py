@@ -504,14 +504,35 @@ def test_a_hypothesis_holds_if_the_interval_lies_beyond_its_margin(
     low, high, margin, claim, answer
 ):
     """A negative margin claims that an arm is not worse."""
-    kpi = {"low": low, "high": high, "estimate": -0.2, "seeds": [1, 2]}
+    kpi = {"low": low, "high": high, "estimate": -0.2, "seeds": [1, 2], "verdict": Verdict.BETTER}
     contrast = {"arm": "a", "confounded_by": [], "kpis": {"val_loss": kpi}}
-    record = SimpleNamespace(primary="val_loss", contrasts=[contrast])
+    record = SimpleNamespace(primary="val_loss", contrasts=[contrast], sequential="none")
     [note] = hypothesis(record, {"direction": "lower", "margin": margin})
     assert note.text.startswith(f"The hypothesis {answer} for a. Claimed: val_loss is {claim}. ")
     contrast["confounded_by"] = ["another suite"]
     [note] = hypothesis(record, {"direction": "lower", "margin": 0.1})
     assert note.text.startswith("The hypothesis stays open for a (confounded)")
+
+
+@pytest.mark.parametrize(
+    ("seeds", "sequential", "verdict", "answer"),
+    [
+        (2, "none", Verdict.NO_DIFFERENCE, "stays open"),
+        (5, "none", Verdict.NO_DIFFERENCE, "stays open"),
+        (6, "none", Verdict.NO_DIFFERENCE, "holds"),  # 2 / 2^6 is below 0.05
+        (6, "always_valid", Verdict.NO_DIFFERENCE, "stays open"),
+        (20, "always_valid", Verdict.NO_DIFFERENCE, "holds"),
+        (20, "none", Verdict.NOT_REACHABLE, "stays open"),
+    ],
+)
+def test_equal_differences_need_the_seeds_of_a_sign_test(seeds, sequential, verdict, answer):
+    """Their interval is a point, even for two seeds that measured nothing."""
+    kpi = {"low": 0.0, "high": 0.0, "estimate": 0.0, "seeds": [*range(seeds)], "level": 0.95}
+    kpi["verdict"] = verdict
+    contrast = {"arm": "a", "confounded_by": [], "kpis": {"task_success": kpi}}
+    record = SimpleNamespace(primary="task_success", contrasts=[contrast], sequential=sequential)
+    [note] = hypothesis(record, {"direction": "higher", "margin": -0.01})
+    assert note.text.startswith(f"The hypothesis {answer} ")
 
 
 @pytest.mark.parametrize(

@@ -529,6 +529,29 @@ def test_a_plateau_under_a_floor_recommends_research(lab):
         assert made["recommendation"] == words
 
 
+def test_arms_that_no_comparison_has_together_are_not_compared(lab):
+    """They may have other suites and seeds; a plateau needs two arms, and a base is none."""
+    told = {"kpis": good, "passes": lambda *_: 4}
+    alone = {
+        name: lab.compared(name, lab.study(name, arms=arms, seeds=seeds, suite=suite, **told))
+        for name, arms, seeds, suite in (
+            ("burn", [["backend=burn"]], [7, 8], "cd" * 32),
+            ("qlora", [["backend=qlora"]], [1, 2], SUITE),
+            ("another", [["backend=qlora", "lora.r=4"]], [3, 4], "cd" * 32),
+        )
+    }
+    made = lab.ask(BurnRndPolicy(), [alone["qlora"], alone["burn"]])
+    assert made["decision"] == Answer.INSUFFICIENT
+    (rule,) = [rule for rule in made["rules"] if rule["rule"] == "arms"]
+    assert rule["note"] == "no comparison has both"
+    one = lab.cycle("one", [5, 6])
+    for several in ([alone["qlora"]], [alone["qlora"], alone["another"]], [one, alone["qlora"]]):
+        made = lab.ask(QloraPlateauPolicy(spread=1.0), several)
+        assert made["decision"] == Answer.INSUFFICIENT
+        (rule,) = [rule for rule in made["rules"] if rule["rule"] == "plateau"]
+        assert rule["note"] == "no comparison has 2 arms of qlora with it, but 1"
+
+
 def test_a_missing_metric_fails_the_gate(lab):
     """Coverage was never measured, and no default is assumed for it."""
     one = lab.cycle("one", [1, 2])

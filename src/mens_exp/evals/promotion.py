@@ -25,6 +25,7 @@ from mens_exp.evals.promotion_rules import (
     unseen,
     within,
 )
+from mens_exp.evals.study import BOTH
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -105,71 +106,98 @@ def _recommendation(
 
 
 def _qlora_plateau(policy: QloraPlateauPolicy, evidence: Sequence[Evidence]) -> list[RuleRecord]:
-    arms = [arm for one in evidence for arm in _arms(one.comparison, policy.backend)]
-    names = {arm["name"] for arm in arms}
-    successes = [arm["kpis"].get(_SUCCESS) for arm in arms]
-    known = [value for value in successes if value is not None]
-    enough = len(known) >= _PLATEAU
-    spread = max(known) - min(known) if enough else None
+    """Return the rules for each comparison that has several arms of the backend."""
+    sides = [(one, _measured(one.comparison, policy.backend)) for one in evidence]
     rules = [
-        *(clean(one, names) for one in evidence),
+        rule for one, arms in sides if len(arms) >= _PLATEAU for rule in _plateau(policy, one, arms)
+    ]
+    if rules:
+        return rules
+    most = max((len(arms) for _, arms in sides), default=0)
+    return [
         rule_of(
             "plateau",
             kpi=_SUCCESS,
-            observed=spread,
+            observed=None,
             threshold=policy.spread,
-            passed=None if spread is None else spread <= policy.spread,
-            leads_to=Answer.INSUFFICIENT if spread is None else Answer.HOLD,
-            note=f"{len(known)} arms of {policy.backend} have it",
-        ),
+            passed=None,
+            leads_to=Answer.INSUFFICIENT,
+            note=f"no comparison has {_PLATEAU} arms of {policy.backend} with it, but {most}",
+        )
     ]
-    if not enough:
-        return rules
-    best = max(arms, key=lambda arm: arm["kpis"].get(_SUCCESS) or 0.0)
-    found = list(within(None, best, policy.floors, policy.ceilings, missing=Answer.INSUFFICIENT))
+
+
+def _plateau(
+    policy: QloraPlateauPolicy, one: Evidence, arms: Sequence[ArmRecord]
+) -> Iterator[RuleRecord]:
+    yield clean(one, {arm["name"] for arm in arms})
+    spread = max(map(_success, arms)) - min(map(_success, arms))
+    yield rule_of(
+        "plateau",
+        one,
+        kpi=_SUCCESS,
+        observed=spread,
+        threshold=policy.spread,
+        passed=spread <= policy.spread,
+        leads_to=Answer.HOLD,
+        note=f"{len(arms)} arms of {policy.backend} have it",
+    )
+    best = max(arms, key=_success)
+    found = list(within(one, best, policy.floors, policy.ceilings, missing=Answer.INSUFFICIENT))
     unmet = [str(rule["kpi"]) for rule in found if rule["outcome"] == Outcome.FAILED]
     # If all floors are met, tuning should continue, so this rule requires an unmet floor.
     missing = [str(rule["kpi"]) for rule in found if rule["outcome"] == Outcome.UNKNOWN]
-    rules.append(
-        rule_of(
-            "a floor is unmet",
-            observed=", ".join(unmet) or "none",
-            threshold="at least one",
-            passed=None if missing and not unmet else bool(unmet),
-            leads_to=Answer.INSUFFICIENT if missing and not unmet else Answer.HOLD,
-            note=f"{best['name']}{': unknown ' + ', '.join(missing) if missing else ''}",
-        )
+    yield rule_of(
+        "a floor is unmet",
+        one,
+        observed=", ".join(unmet) or "none",
+        threshold="at least one",
+        passed=None if missing and not unmet else bool(unmet),
+        leads_to=Answer.INSUFFICIENT if missing and not unmet else Answer.HOLD,
+        note=f"{best['name']}{': unknown ' + ', '.join(missing) if missing else ''}",
     )
-    return rules
 
 
 def _burn_rnd(policy: BurnRndPolicy, evidence: Sequence[Evidence]) -> Iterator[RuleRecord]:
-    sides = [
-        [arm for one in evidence for arm in _arms(one.comparison, backend)]
-        for backend in (policy.challenger, policy.incumbent)
-    ]
-    best = [max(side, key=_success, default=None) for side in sides]
-    lacking = [
-        backend
-        for arm, backend in zip(best, (policy.challenger, policy.incumbent), strict=True)
-        if arm is None or arm["kpis"].get(_SUCCESS) is None
-    ]
+    """Yield the rules for each comparison that has arms of both backends."""
+    both = (policy.challenger, policy.incumbent)
+    sides = [(one, [_measured(one.comparison, name) for name in both]) for one in evidence]
+    known = [(one, found) for one, found in sides if all(found)]
+    if not known:
+        found = {name for _, two in sides for name, arms in zip(both, two, strict=True) if arms}
+        lacking = [name for name in both if name not in found]
+        yield rule_of(
+            "arms",
+            observed=None,
+            threshold=" and ".join(both),
+            passed=None,
+            leads_to=Answer.INSUFFICIENT,
+            note=f"no arm of {', '.join(lacking)} has {_SUCCESS}"
+            if lacking
+            else "no comparison has both",
+        )
+    for one, (challengers, incumbents) in known:
+        best = max(challengers, key=_success), max(incumbents, key=_success)
+        yield from _ahead(policy, one, *best)
+
+
+def _ahead(
+    policy: BurnRndPolicy, one: Evidence, challenger: ArmRecord, incumbent: ArmRecord
+) -> Iterator[RuleRecord]:
     yield rule_of(
         "arms",
-        observed=None if lacking else ", ".join(arm["name"] for arm in best if arm is not None),
+        one,
+        observed=f"{challenger['name']}, {incumbent['name']}",
         threshold=f"{policy.challenger} and {policy.incumbent}",
-        passed=None if lacking else True,
+        passed=True,
         leads_to=Answer.INSUFFICIENT,
-        note=f"no arm of {', '.join(lacking)} has {_SUCCESS}" if lacking else "",
+        note="",
     )
-    challenger, incumbent = best
-    if lacking or challenger is None or incumbent is None:
-        return
-    for one in evidence:
-        yield clean(one, {challenger["name"], incumbent["name"]})
+    yield clean(one, {challenger["name"], incumbent["name"]})
     ahead = _success(challenger) - _success(incumbent)
     yield rule_of(
         "ahead",
+        one,
         kpi=_SUCCESS,
         observed=ahead,
         threshold=policy.margin,
@@ -181,6 +209,7 @@ def _burn_rnd(policy: BurnRndPolicy, evidence: Sequence[Evidence]) -> Iterator[R
     is_known = strict[0] is not None and strict[1] is not None
     yield rule_of(
         "strictness is not lower",
+        one,
         kpi=_STRICT,
         observed=strict[0],
         threshold=strict[1],
@@ -234,8 +263,16 @@ def _loss(kpi: KpiRecord) -> float | None:
     return None if kpi["estimate"] is None or worse is None else worse * kpi["estimate"]
 
 
-def _arms(record: Comparison, backend: str) -> Iterable[ArmRecord]:
-    return (arm for arm in record.arms if arm["backend"] == backend)
+def _measured(record: Comparison, backend: str) -> list[ArmRecord]:
+    """Return the trained arms of a backend whose task success is known."""
+    untrained = record.reference if record.condition == BOTH else None
+    return [
+        arm
+        for arm in record.arms
+        if arm["backend"] == backend
+        and arm["name"] != untrained
+        and arm["kpis"].get(_SUCCESS) is not None
+    ]
 
 
 def _success(arm: ArmRecord) -> float:

@@ -152,7 +152,8 @@ def hypothesis(record: Comparison, study: Mapping[str, Any]) -> Iterator[Note]:
         sign = 1 if study["direction"] == "higher" else -1
         bounds = [sign * bound for bound in (kpi["low"], kpi["high"]) if bound is not None]
         answer = "stays open"
-        if None not in (kpi["low"], kpi["high"]) and not one["confounded_by"]:
+        is_known = None not in (kpi["low"], kpi["high"]) and not one["confounded_by"]
+        if is_known and not _too_few_seeds(record, kpi):
             if min(bounds) > study["margin"]:
                 answer = "holds"
             elif max(bounds) < study["margin"]:
@@ -163,6 +164,24 @@ def hypothesis(record: Comparison, study: Mapping[str, Any]) -> Iterator[Note]:
             f"The hypothesis {answer} for {one['arm']}{more}. Claimed: {claim}. Measured: "
             f"{_interval(kpi)}."
         )
+
+
+def _too_few_seeds(record: Comparison, kpi: KpiRecord) -> bool:
+    """Return whether the bounds rest on too few seeds for the stated confidence.
+
+    Equal differences have no spread, so their interval is a point. Then as many seeds are needed
+    as for a sign test.
+    """
+    if kpi["verdict"] == Verdict.NOT_REACHABLE:
+        return True
+    if kpi["low"] != kpi["high"] or kpi["level"] is None:
+        return False
+    from mens_exp.evals import sequential, statistics
+
+    alpha = 1 - kpi["level"]
+    is_sequential = record.sequential != "none"
+    needed = sequential.seeds_of_equal_signs if is_sequential else statistics.seeds_for_sign_flip
+    return len(kpi["seeds"]) < needed(alpha)
 
 
 def registered(study: StudyConfig, first: str) -> list[Part]:
