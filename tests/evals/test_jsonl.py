@@ -10,7 +10,7 @@ from mens_exp.artifacts import untrusted_input
 from mens_exp.config.suite import JsonlCheck, JsonlSuite
 from mens_exp.errors import ConfigError, DataError, Problems
 from mens_exp.evals.jsonl_suite import jsonl_suite
-from mens_exp.evals.suite import Answer
+from mens_exp.evals.suite import Answer, file_problems, frozen_suite
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -158,6 +158,17 @@ def test_rows_keep_their_names_turns_and_groups(suite_of):
     assert (second.id, list(second.messages), second.prompt) == ("name", turns, "Name?")
     answers = [Answer(item=second, text="I am Ada.")]
     assert suite.judge(answers, None)[0].success
+
+
+def test_a_group_whose_kpi_would_replace_another_is_refused(tmp_path):
+    """A group called semantic would have the KPI semantic_task_success."""
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": "A?", "expected": "a", "group": group} for group in ("easy", "semantic")]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (problem,) = file_problems(JsonlSuite(path=str(path)))
+    assert "'semantic': semantic_task_success" in str(problem)
+    with pytest.raises(DataError, match="the name of another KPI"):
+        frozen_suite(JsonlSuite(path=str(path)))
 
 
 @pytest.mark.parametrize(

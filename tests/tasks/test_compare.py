@@ -683,6 +683,20 @@ def test_runs_that_did_not_end_well_are_left_out_by_name(study, compare):
     assert len(record.runs) == 5
 
 
+def test_an_evaluation_of_a_failed_run_is_left_out_too(study):
+    """The run's seed is missing, however its evaluation was given."""
+    path = study(seeds=[1, 2, 3])
+    scored = study("scored", seeds=[1, 2, 3], of=path)
+    run = RunDir(min(path.iterdir()))
+    manifest = Manifest.read(run.manifest)
+    manifest.status = Status.FAILED
+    manifest.write(run.manifest)
+    whole, alone = (read_study([str(one) for one in given]) for given in ([path, scored], [scored]))
+    assert len(whole.runs) == len(alone.runs) == 5
+    assert set(alone.left_out.values()) == {"the run that it scored ended failed"}
+    assert set(whole.left_out.values()) == {*alone.left_out.values(), "seed 1 ended failed"}
+
+
 def test_evaluations_of_no_training_run_are_left_out_by_name(study):
     """Evaluations of a base alone, or of a suite's own models, are left out and named."""
     path = study(seeds=[1, 2])

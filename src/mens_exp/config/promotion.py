@@ -65,7 +65,7 @@ class CompareConfig:
     test: CompareTest = setting(
         CompareTest.t,
         "t: Student's t on the seeds' differences (measured: benchmarks/calibration.py); "
-        "sign_flip: only their signs, with which five seeds can never reach p < 0.05.",
+        "sign_flip: a permutation test of their signs; five seeds can never reach p < 0.05.",
     )
     target: CompareTarget = setting(
         CompareTarget.these_items,

@@ -299,6 +299,11 @@ SUMMARY_KPIS: Final = (
 )
 
 
+def group_kpi(group: str) -> str:
+    """Return the name of the task success of a group of a suite."""
+    return f"{group}_task_success"
+
+
 def summarise(
     events: Sequence[ItemEvent], *, items: int, samples: int, max_retries: int
 ) -> tuple[Kpis, dict[str, str]]:
@@ -339,7 +344,7 @@ def summarise(
     _lints(events, kpis, unknown, asked)
     for group in sorted({event["group"] for event in events} - {""}):
         mine = [event for event in events if event["group"] == group]
-        name = f"{group}_task_success"
+        name = group_kpi(group)
         kpis[name] = _mean(mine, "task_success", name, unknown, len(mine))
     return kpis | _own(events), unknown
 

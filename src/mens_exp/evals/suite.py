@@ -18,6 +18,7 @@ from mens_exp.artifacts.record import parse_json, read_bytes
 from mens_exp.config.plugins import named_class
 from mens_exp.errors import DataError, MensError, Problems
 from mens_exp.evals.completion_styles import code_of, outside_reasoning
+from mens_exp.evals.kpis import KPIS, group_kpi
 from mens_exp.rows.files import bounded
 
 if TYPE_CHECKING:
@@ -205,7 +206,7 @@ class Suite:
     @classmethod
     def check(cls, settings: Any, *, calls_functions: bool) -> None:
         """Read the suite's files before any work; see :meth:`opened`."""
-        cls.opened(settings, calls_functions=calls_functions)
+        _without_taken_groups(cls.opened(settings, calls_functions=calls_functions))
 
     @classmethod
     def of_rows(
@@ -337,7 +338,25 @@ def suite_class(spec: SuiteSpec) -> type[Suite]:
 
 def frozen_suite(settings: SuiteConfig, *, calls_functions: bool = False) -> Suite:
     """Return a suite whose items depend only on its own settings; see :meth:`Suite.opened`."""
-    return suite_class(settings.spec).opened(settings, calls_functions=calls_functions)
+    opened = suite_class(settings.spec).opened(settings, calls_functions=calls_functions)
+    return _without_taken_groups(opened)
+
+
+def _without_taken_groups(suite: Suite) -> Suite:
+    """Return a suite none of whose groups has a KPI with the name of another one.
+
+    Raises:
+        DataError: a group does.
+    """
+    for item in suite.items:
+        if item.group and group_kpi(item.group) in KPIS:
+            raise DataError(
+                "the KPI of this group would have the name of another KPI",
+                where=f"suite: {item.id}",
+                found=f"group {item.group!r}: {group_kpi(item.group)}",
+                expected="another name of the group",
+            )
+    return suite
 
 
 def file_problems(settings: SuiteConfig, *, calls_functions: bool = False) -> list[MensError]:

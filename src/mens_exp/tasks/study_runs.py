@@ -117,7 +117,10 @@ def read_study(paths: Sequence[str]) -> Read:
             left_out[str(where)] = "it scored no training run"
         elif manifest.task == "evaluate":
             subject = Path(_scored(manifest)).resolve()
-            if found.get(subject) is not None and found[subject] != run:
+            ended = _trained(RunDir(subject))
+            if ended is not None:
+                left_out[str(where)] = f"the run that it scored {ended}"
+            elif found.get(subject) is not None and found[subject] != run:
                 left_out[str(where)] = "another evaluation of the same run is counted"
             elif _is_of_another(manifest, RunDir(subject)):
                 left_out[str(where)] = f"it scored another adapter than {subject} has now"
@@ -134,6 +137,14 @@ def read_study(paths: Sequence[str]) -> Read:
     Problems.raise_if([problem for _, one in read for problem in one.problems])
     unverifiable += _grouped((run.record, one.unverifiable) for run, one in read)
     return Read(runs=[run for run, _ in read], left_out=left_out, unverifiable=unverifiable)
+
+
+def _trained(subject: RunDir) -> str | None:
+    """Return how a scored training run ended; None if it succeeded, or is not here."""
+    if not subject.manifest.is_file():
+        return None
+    manifest = Manifest.read(subject.manifest)
+    return None if manifest.status is Status.SUCCEEDED else _ended(manifest)
 
 
 def not_as_written(run: RunDir, scorer: RunDir | None) -> Iterator[tuple[Path, str | None]]:
