@@ -290,6 +290,7 @@ def test_estimates_move_with_what_they_depend_on(tiny_config, cache):
     assert 2 * small["trainable_parameters"] == base["trainable_parameters"] == 4_884_480
 
 
+@pytest.mark.usefixtures("tiny_base")  # whose tokenizer the plan counts with
 @pytest.mark.parametrize(
     ("overrides", "bound"),
     [
