@@ -262,7 +262,8 @@ def test_answer_that_nothing_ends_is_refused(tokenizer_of):
 @pytest.mark.parametrize(
     "template",
     [
-        "{% for m in messages %}{{ m.role }}: {{ m.content | upper }}<|im_end|>{% endfor %}",
+        "{% for m in messages %}{{ m.role }}: {{ m.content if m.role == 'user' else 'no' }}"
+        "<|im_end|>{% endfor %}",
         "{% for m in messages if m.role == 'user' %}{{ m.content }}<|im_end|>{% endfor %}",
         "{% for m in messages %}{{ m.content }}{% endfor %}{{ 'x:' if add_generation_prompt }}",
     ],
@@ -274,6 +275,19 @@ def test_template_that_alters_a_row_is_refused(tokenizer_of, template):
         encoded(tokenizer_of(template))
     assert caught.value.where == f"row {PAIR.id}"
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("content", ["''", "m.content | upper", "m.content[1:]"])
+def test_template_that_drops_what_the_user_says_is_refused(tokenizer_of, content):
+    """The answer would be learned without its question."""
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content if m.role != 'user' else "
+        + content
+        + " }}<|im_end|>{% endfor %}{{ 'assistant: ' if add_generation_prompt }}"
+    )
+    with pytest.raises(DataError, match="drops the row.s prompt") as caught:
+        encoded(tokenizer_of(template))
+    assert caught.value.where == f"row {PAIR.id}"
 
 
 def test_system_prompt_is_a_turn_of_its_own(tokenizer):

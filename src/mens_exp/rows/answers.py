@@ -131,7 +131,7 @@ def answer_of(pair: TrainingPair, exchange: int, encoder: TextEncoder) -> Answer
 
     Raises:
         DataError: a plain text begins with a control token, or the template refuses the row, drops
-            its system prompt or tools, alters or drops the answer, starts the assistant's turn
+            its prompt, system prompt, tools or calls, alters or drops the answer, starts the assistant's turn
             differently than for generation, or marks other text as generated.
     """
     if pair.is_text:
@@ -170,9 +170,11 @@ def _plain(pair: TrainingPair, encoder: TextEncoder) -> Answer:
 
 
 def _check_prompt(before: list[dict[str, Any]], prompt: str, encoder: TextEncoder) -> None:
-    """Refuse a prompt that lacks any content of the row other than the user's text."""
+    """Refuse a prompt that lacks any content of the row; of the user's texts, the last counts."""
     first = before[0]
+    asked = [turn["content"] for turn in before if turn["role"] == "user"]
     dropped = [
+        *(("prompt", text) for text in asked[-1:]),
         *(("system prompt", turn["content"]) for turn in before[:1] if turn["role"] == "system"),
         *(("tools", tool["function"]["name"]) for tool in first.get("tools", ())),
         *(("result of a tool", turn["content"]) for turn in before if turn["role"] == "tool"),
@@ -188,7 +190,7 @@ def _check_prompt(before: list[dict[str, Any]], prompt: str, encoder: TextEncode
             raise DataError(
                 f"the chat template drops the row's {what}",
                 found=repr(text[:60]),
-                expected=f"a template that renders it, or rows without {what}",
+                expected="a template that renders it",
             )
 
 
