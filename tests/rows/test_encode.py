@@ -262,8 +262,7 @@ def test_answer_that_nothing_ends_is_refused(tokenizer_of):
 @pytest.mark.parametrize(
     "template",
     [
-        "{% for m in messages %}{{ m.role }}: {{ m.content if m.role == 'user' else 'no' }}"
-        "<|im_end|>{% endfor %}",
+        "{% for m in messages %}{{ m.content if m.role == 'user' else 'no' }}<|im_end|>{% endfor %}",
         "{% for m in messages if m.role == 'user' %}{{ m.content }}<|im_end|>{% endfor %}",
         "{% for m in messages %}{{ m.content }}{% endfor %}{{ 'x:' if add_generation_prompt }}",
     ],
@@ -285,7 +284,7 @@ def test_template_that_drops_what_the_user_says_is_refused(tokenizer_of, content
         + content
         + " }}<|im_end|>{% endfor %}{{ 'assistant: ' if add_generation_prompt }}"
     )
-    with pytest.raises(DataError, match="drops the row.s prompt") as caught:
+    with pytest.raises(DataError, match="drops the row's prompt") as caught:
         encoded(tokenizer_of(template))
     assert caught.value.where == f"row {PAIR.id}"
 

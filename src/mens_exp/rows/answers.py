@@ -131,8 +131,8 @@ def answer_of(pair: TrainingPair, exchange: int, encoder: TextEncoder) -> Answer
 
     Raises:
         DataError: a plain text begins with a control token, or the template refuses the row, drops
-            its prompt, system prompt, tools or calls, alters or drops the answer, starts the assistant's turn
-            differently than for generation, or marks other text as generated.
+            its prompt, system prompt, tools or calls, alters or drops the answer, starts the
+            assistant's turn differently than for generation, or marks other text as generated.
     """
     if pair.is_text:
         return _plain(pair, encoder)
