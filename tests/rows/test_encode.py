@@ -262,7 +262,7 @@ def test_answer_that_nothing_ends_is_refused(tokenizer_of):
 @pytest.mark.parametrize(
     "template",
     [
-        "{% for m in messages %}{{ m.content if m.role == 'user' else 'no' }}<|im_end|>{% endfor %}",
+        "{% for m in messages %}{{ m.content if loop.first else 'no' }}<|im_end|>{% endfor %}",
         "{% for m in messages if m.role == 'user' %}{{ m.content }}<|im_end|>{% endfor %}",
         "{% for m in messages %}{{ m.content }}{% endfor %}{{ 'x:' if add_generation_prompt }}",
     ],
