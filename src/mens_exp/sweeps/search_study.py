@@ -205,8 +205,9 @@ class Study:
         frozen = self._study.get_trials(deepcopy=False)[number]
         trial = optuna.Trial(self._study, frozen._trial_id)  # noqa: SLF001  # a stored trial
         known = frozen.intermediate_values
-        new = [(step, loss) for step, loss in points if step not in known]
-        for step, loss in new:
+        # A step that accumulates micro-batches may be validated several times.
+        new = {step: loss for step, loss in points if step not in known}
+        for step, loss in new.items():
             trial.report(loss, step)
         return bool(new) and trial.should_prune()
 
