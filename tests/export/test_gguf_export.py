@@ -190,8 +190,10 @@ def replaced(directory, family, **values):
         ("llama", {"rope_parameters": LLAMA_3}),
         ("llama", {"rope_parameters": {**LLAMA_3, "rope_type": "linear", "factor": 2.5}}),
         ("llama", {"attention_bias": True}),
+        ("llama", {"mlp_bias": True}),
         ("qwen3", {"head_dim": 24}),
         ("gpt2", {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 128}),
+        ("gpt2", {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_inner": 96}),
     ],
 )
 def test_a_file_is_certified_with_what_transformers_leaves_out(family, values, model, tmp_path):

@@ -43,7 +43,7 @@ FIELDS = {
     "HRA": {"r": 4},
     "PEANUT": {"r": 8},
 }
-ON_FOUR_BITS = ("OFT", "BOFT", "C3A", "FOURIERFT", "MISS", "WAVEFT")
+ON_FOUR_BITS = ("OFT", "BOFT", "FOURIERFT", "MISS", "WAVEFT")
 LENGTHS = (11, 30)
 
 
@@ -148,7 +148,7 @@ def test_a_start_depends_on_the_seed_and_the_layer_alone(tiny_backend):
     assert not any(torch.equal(other[name], one[name]) for name in one)
 
 
-@pytest.mark.parametrize("name", ["OFT", "C3A", "WAVEFT"])
+@pytest.mark.parametrize("name", ["OFT", "MISS", "WAVEFT"])
 def test_a_merge_adds_what_peft_merges_into_the_dequantized_weight(name, tiny_backend, tiny_config):
     """In float32 PEFT merges a dense layer; the certificate's definition agrees."""
     from peft import get_peft_config, get_peft_model
@@ -285,6 +285,8 @@ def test_what_a_run_cannot_have_is_refused_before_a_model_is_loaded(
         ("peft_type:VBLORA,vector_length:16", "shared state"),
         ("peft_type:LILY", "something else than a product with a changed weight"),
         ("peft_type:BEFT", "something else than a product with a changed weight"),
+        ("peft_type:C3A,block_size:16", "PEFT's C3A computes a wrong gradient of its input"),
+        ("peft_type:PSOFT,r:8", "PEFT's PSOFT cannot be merged into weights: TypeError"),
         ("r:4", "unknown type of PEFT"),
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mens_exp.artifacts.adapter_v3 import read_adapter
+from mens_exp.artifacts.manifest import Manifest
 from mens_exp.config.validate import problems_of
 from mens_exp.data.batch import packed_batch
 from mens_exp.model.quiet import quiet
@@ -123,9 +124,10 @@ def test_steps_and_ranks_are_those_of_a_loop_over_peft(
     assert len({int((one == 0).sum()) for one in factors}) > 1  # but not in each layer
 
 
-def test_a_state_continues_with_the_same_steps(tiny_backend, tiny_config, documents):
+@pytest.mark.parametrize("when", [WHEN, ("lora.allocate_every_n_steps=3",)])
+def test_a_state_continues_with_the_same_steps(tiny_backend, tiny_config, documents, when):
     """With the saved averages and masks the same ranks are removed."""
-    settings = (*DENSE, *SIZES, *WHEN)
+    settings = (*DENSE, *SIZES, *when)
 
     def trained(stop):
         backend = tiny_backend(*settings).train()
@@ -149,6 +151,8 @@ def test_a_state_continues_with_the_same_steps(tiny_backend, tiny_config, docume
         return parameters
 
     whole = trained(None)
+    factors = [one for name, one in whole.items() if name.endswith("_e")]
+    assert sum(int((one != 0).sum()) for one in factors) == 3 * len(factors)
     for stop in (3, 7):
         again = trained(stop)
         assert all(torch.equal(one, again[name]) for name, one in whole.items())
@@ -161,6 +165,18 @@ def test_a_run_ends_with_the_ranks_that_it_was_asked_for(train_in, tmp_path):
     factors = [values for name, values in tensors.items() if name.endswith("_e")]
     assert len(factors) == 14
     assert sum(int((one != 0).sum()) for one in factors) == 14 * 4
+
+
+@pytest.mark.parametrize("every", [1, 10, 100])
+def test_ranks_are_pruned_however_seldom_they_are_allocated(train_in, tmp_path, every):
+    """Without steps to settle in, the steps since the last allocation had revived ranks."""
+    words = ("lora=adalora", "lora.r=6", "lora.target_r=4", "optim.lr=5e-3")
+    when = (f"lora.allocate_every_n_steps={every}", "trainer.max_steps=24")
+    run = train_in(tmp_path / "run", *words, *when)
+    _, tensors = read_adapter(run.adapter)
+    factors = [values for name, values in tensors.items() if name.endswith("_e")]
+    assert sum(int((one != 0).sum()) for one in factors) == 14 * 4
+    assert Manifest.read(run.manifest).results["ranks_left"] == 14 * 4
 
 
 def test_the_plan_counts_what_is_kept_of_each_value(tiny_backend, tiny_config, documents):

@@ -49,18 +49,38 @@ def same(one, other):
 
 @pytest.mark.parametrize("side", ["std", "reverse_std"])
 def test_galore_s_steps_are_those_of_the_package(tiny_config, side):
-    """Four steps with a new projection in the third are bitwise equal; small weights use AdamW."""
+    """Four steps are bitwise equal; small weights use AdamW. Gap 9 leaves the first projection."""
     from pytorch_optimizer import GaLore
 
-    config = tiny_config(*GALORE, f"optim.proj_type={side}", "optim.update_proj_gap=3")
+    config = tiny_config(*GALORE, f"optim.proj_type={side}", "optim.update_proj_gap=9")
     found, expected = start(), start()
     steps(ours(config, found), found, range(4))
-    projected = {"rank": 4, "update_proj_gap": 3, "scale": 0.25, "projection_type": side}
+    projected = {"rank": 4, "update_proj_gap": 9, "scale": 0.25, "projection_type": side}
     large = [expected["tall.weight"], expected["wide.weight"]]
     others = [expected["small.weight"], expected["norm"]]
     groups = [{"params": large, **projected}, {"params": others}]
     steps(GaLore(groups, lr=1e-2, weight_decay=0.1, eps=1e-6), expected, range(4))
     assert same(found, expected) == [*SHAPES]
+
+
+@pytest.mark.parametrize("stop", [None, 4, 5, 6])
+def test_galore_decomposes_at_multiples_of_the_gap(tiny_config, stop, monkeypatch):
+    """Steps are numbered from 0, as in algorithm 2 of the paper; a loaded state goes on so."""
+    config = tiny_config(*GALORE, "optim.update_proj_gap=5")
+    parameters, counted, now = start(), [], [0]
+    svd = torch.linalg.svd
+    monkeypatch.setattr(
+        torch.linalg, "svd", lambda *a, **k: (counted.append(now[0]), svd(*a, **k))[1]
+    )
+    optimizer = ours(config, parameters)
+    for step in range(16):
+        if step == stop:
+            state = optimizer.state_dict()
+            optimizer = ours(config, parameters)
+            optimizer.load_state_dict(state)
+        now[0] = step
+        steps(optimizer, parameters, [step])
+    assert sorted(counted) == [step for step in (0, 5, 10, 15) for _ in ("tall", "wide")]
 
 
 @pytest.mark.usefixtures("apollo")

@@ -54,6 +54,7 @@ _CHOSEN = "lora.targets chooses the modules"
 _BEYOND = "the adapter's records hold tensors of linear layers alone"
 _ALIKE = "all layers have the same settings, whatever their names"
 _RANDOM = "PEFT draws the masks from a stream that the run's seed and step do not set"
+_DETERMINED = "an adapter whose tensors and settings alone determine a changed weight"
 _REFUSED = {
     **dict.fromkeys(("auto_mapping", "base_model_name_or_path", "inference_mode"), _WRITTEN),
     **dict.fromkeys(("peft_version", "revision", "task_type"), _WRITTEN),
@@ -453,12 +454,28 @@ class _Trial:
                     raise self._unfit("changes the weights of the base")
             merged_OI = self.method.weight(_dense(base), values, scale=1.0)
             as_merged_TO = torch.nn.functional.linear(x_TI, merged_OI, base.bias)
+            gradient_TI = 2 * y_TO @ merged_OI  # of the sum of squares
         if not torch.equal(eval_TO, other_TO):
             raise self._unfit("has frozen tensors that are random and in no record")
         if (eval_TO - as_merged_TO).abs().max() > _NEAR * eval_TO.abs().max():
             raise self._unfit("computes something else than a product with a changed weight")
+        if (x_TI.grad - gradient_TI).abs().max() > _NEAR * gradient_TI.abs().max():
+            expected = "the gradient of its output times the changed weight, within f32 rounding"
+            raise self._unfit("computes a wrong gradient of its input", expected)
+        self._try_merge(_dense(base).float(), values)
 
-    def _unfit(self, what: str) -> ConfigError:
+    def _try_merge(self, weight_OI: torch.Tensor, values: Tensors) -> None:
+        """Merge in f32, and compute the certificate's expectation in f64, as `task=merge` does."""
+        change = self.method.change(values, scale=1.0)
+        try:
+            merged_OI = change.onto(weight_OI.clone(), 0)
+            expected_OI = change.expected(weight_OI.double())
+        except RequestError as error:
+            raise self._unfit(f"cannot be merged into weights: {error.found}") from error
+        if (merged_OI - expected_OI).abs().max() > _NEAR * expected_OI.abs().max():
+            raise self._unfit("merges another weight than it trains")
+
+    def _unfit(self, what: str, expected: str = _DETERMINED) -> ConfigError:
         """Return an error for settings that PEFT accepts, naming the fields that may cause it."""
         fields = [name for name in self.fields if "dropout" in name or "seed" in name]
         named = ", ".join(f"lora.config.{name}" for name in fields)
@@ -466,7 +483,7 @@ class _Trial:
             f"PEFT's {self.fields[_TYPE]} {what}",
             where=named or "lora.config",
             found={name: self.fields[name] for name in fields} or self.fields,
-            expected="an adapter whose tensors and settings alone determine a changed weight",
+            expected=expected,
             remedy=f"leave out {named}" if fields else "choose another lora.config.peft_type",
         )
 

@@ -359,7 +359,7 @@ class PassthroughConfig(LoraConfig):
     config: dict[str, Any] = setting(
         {},
         "Fields of PEFT's configuration class by PEFT's names, with peft_type: the type, such as "
-        "OFT, BOFT, C3A, FOURIERFT, MISS or WAVEFT. On the command line also the path of an "
+        "OFT, BOFT, FOURIERFT, MISS or WAVEFT. On the command line also the path of an "
         "adapter_config.json, whose target_modules become lora.targets.",
         example="{peft_type:OFT,oft_block_size:32}",
         only_if=when("lora.variant", "passthrough"),

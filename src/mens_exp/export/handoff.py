@@ -6,13 +6,17 @@ instead of our own records' `format` and `version`. Its paths are relative to it
 The vLLM restrictions follow its ``lora/peft_helper.py`` and ``config/lora.py``: it uses the
 top-level r and alpha of adapter_config.json for every layer, and does not support patterns, DoRA,
 biases or fully saved modules.
+
+Ollama's ``convert/convert.go`` reads `lora_alpha` alone of adapter_config.json, as a whole number,
+and llama.cpp multiplies ``B A`` by it over the rank of the pair. Its ``convert_llama_adapter.go``
+and ``convert_gemma2_adapter.go`` name the matrices of dense decoder layers, and no others.
 """
 
 from __future__ import annotations
 
 import shlex
 import shutil
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -23,10 +27,16 @@ from mens_exp.artifacts.run_dir import RunDir, resolve
 from mens_exp.errors import DataError, MensError, Problems, RequestError
 from mens_exp.export.adapter import is_free
 from mens_exp.layout.checkpoint_files import read_directory, read_header
-from mens_exp.layout.shape import check_weights
+from mens_exp.layout.peft_adapter import read_peft
+from mens_exp.layout.shape import HEAD, check_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
+
+    import numpy as np
+
+    from mens_exp.artifacts.adapter_v3 import AdapterManifest
+    from mens_exp.layout.adapter_base import AdapterBase
 
 HANDOFF_FILE = "external_serving_handoff_v1.json"
 _SCHEMA = "vox_external_serving_handoff_v1"
@@ -297,6 +307,94 @@ def _found(
             yield refused("an adapter on the head or the embedding", name)
         elif name.endswith("lora_A.weight") and shape[0] != rank:
             yield refused("layers of different ranks", f"{name}: {shape[0]}", f"{rank}, as r says")
+
+
+_OLLAMA_FAMILIES = ("llama", "gemma2")
+
+
+def ollama_problems(manifest: AdapterManifest, base: AdapterBase) -> Iterator[RequestError]:
+    """Yield problems that prevent Ollama from applying an adapter as trained.
+
+    Args:
+        manifest: the adapter's manifest, of a method with matrices A and B.
+        base: its base model.
+    """
+    family = base.shape.family.model_type
+    stacked = [one for one in manifest.layer_order if base.modules[one].stack is not None]
+    found = {
+        f"adapters of {family} models": family if family not in _OLLAMA_FAMILIES else None,
+        "DoRA": manifest.variant if manifest.form.no_delta else None,
+        "adapters of the head": HEAD if HEAD in manifest.layer_order else None,
+        "adapters of experts": ", ".join(stacked[:3]),
+    }
+    for what, where in found.items():
+        if where:
+            yield RequestError(
+                f"Ollama does not load {what}",
+                where="ollama.form",
+                found=where,
+                expected="LoRA or rsLoRA on the decoder layers of " + " or ".join(_OLLAMA_FAMILIES),
+                remedy="write the merged model: export.format=ollama without ollama.form=adapter",
+            )
+
+
+def for_ollama(
+    manifest: AdapterManifest, tensors: Mapping[str, np.ndarray]
+) -> tuple[AdapterManifest, dict[str, np.ndarray]]:
+    """Rescale each B so that the layer's scale is the header's alpha over the layer's own rank.
+
+    Plain LoRA has this scale, and its bytes do not change.
+
+    Args:
+        manifest: the adapter's manifest, without :func:`ollama_problems`.
+        tensors: its tensors by logical name.
+    """
+    folded = dict(tensors)
+    for layer in manifest.layer_order:
+        factor = manifest.scale_of(layer) / (manifest.alpha / manifest.rank_of(layer))
+        if factor != 1:
+            B_OR = tensors[f"{layer}.lora_b"].astype("float64") * factor
+            folded[f"{layer}.lora_b"] = B_OR.astype("float32")
+    return _with_own_ranks(manifest, manifest.alpha), folded
+
+
+def as_ollama_reads(
+    directory: Path, manifest: AdapterManifest, base: AdapterBase
+) -> tuple[AdapterManifest, Mapping[str, np.ndarray]]:
+    """Return the adapter that Ollama makes of a PEFT directory: alpha over the rank of each B.
+
+    Args:
+        directory: the directory.
+        manifest: manifest of the adapter that was written; its layers and names are kept.
+        base: its base model.
+
+    Raises:
+        DataError: `lora_alpha` is not a whole number.
+        Problems: the files are damaged.
+    """
+    alpha = _config_of(directory).get("lora_alpha")
+    if type(alpha) is not int or alpha < 0:
+        raise DataError(
+            "Ollama reads a whole number",
+            where=f"{directory / _PEFT_CONFIG}: lora_alpha",
+            found=alpha,
+            expected="an integer of at least 0",
+        )
+    tensors = read_peft(directory, base.shape.family).tensors
+    ranks = {layer: tensors[f"{layer}.lora_b"].shape[1] for layer in manifest.layer_order}
+    return _with_own_ranks(manifest, alpha, ranks), tensors
+
+
+def _with_own_ranks(
+    manifest: AdapterManifest, alpha: int, ranks: Mapping[str, int] | None = None
+) -> AdapterManifest:
+    """Return a manifest of plain LoRA, whose layers have one alpha."""
+    left_out = ("alpha_pattern", "scale")
+    ours = {key: one for key, one in (manifest.mens_exp or {}).items() if key not in left_out}
+    ours["variant"] = "lora"
+    if ranks is not None:
+        ours["rank_pattern"] = dict(ranks)
+    return replace(manifest, alpha=alpha, mens_exp=ours)
 
 
 _MODEL_CONFIG = "config.json"

@@ -42,7 +42,7 @@ from mens_exp.quant.layers import quantized_linears, values_of
 from mens_exp.quant.round_trip import round_trip
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from mens_exp.artifacts.quantizer_record import Quantizer
@@ -288,7 +288,7 @@ def from_gguf(directory: Path) -> Iterator[Forward]:
     file = GGUFReader(directory / GGUF)
     tensors = {one.name: one.data for one in file.tensors}
     with quiet():
-        config = _config_in(file, directory, has_bias="blk.0.attn_q.bias" in tensors)
+        config = _config_in(file, directory, tensors)
         model = AutoModelForCausalLM.from_pretrained(
             directory, gguf_file=GGUF, config=config, dtype=torch.float32, device_map={"": "cpu"}
         )
@@ -298,13 +298,13 @@ def from_gguf(directory: Path) -> Iterator[Forward]:
     yield functools.partial(trace, model)
 
 
-def _config_in(file: Any, directory: Path, *, has_bias: bool) -> Any:
+def _config_in(file: Any, directory: Path, tensors: Collection[str]) -> Any:
     """Read the configuration in a GGUF file's header, with the values that transformers ignores.
 
     Args:
         file: the file, as the gguf package reads it.
         directory: its directory.
-        has_bias: whether the projections of attention have biases.
+        tensors: names of its tensors, which show what projections have biases.
     """
     from transformers import AutoConfig
 
@@ -319,8 +319,10 @@ def _config_in(file: Any, directory: Path, *, has_bias: bool) -> Any:
         config.head_dim = header["attention.key_length"]
     if config.model_type == "gpt2":
         config.n_positions = header["context_length"]
+        config.n_inner = header["feed_forward_length"]
     if config.model_type == "llama":
-        config.attention_bias = has_bias
+        config.attention_bias = "blk.0.attn_q.bias" in tensors
+        config.mlp_bias = "blk.0.ffn_gate.bias" in tensors
     if header.get("rope.scaling.type") == "linear":
         scaling = {"rope_type": "linear", "factor": header["rope.scaling.factor"]}
         config.rope_parameters = {**config.rope_parameters, **scaling}

@@ -41,6 +41,7 @@ from mens_exp.export.bundle import (
 )
 from mens_exp.export.gguf import require_gguf
 from mens_exp.export.gguf_layout import refuse_unwritable
+from mens_exp.export.handoff import ollama_problems
 from mens_exp.layout.adapter_base import AdapterBase, base_of
 from mens_exp.layout.checkpoint_files import ModelDirectory, read_directory
 from mens_exp.layout.hub import local
@@ -237,6 +238,9 @@ def conversion_problems(config: RunConfig, given: Iterable[str]) -> list[MensErr
         manifest, tensors = read(conversion.place, conversion.base, conversion.quant)
         if form_of(config) is ExportFormat.peft:
             found += _ineffective_here(config, manifest)
+            if config.export.format is ExportFormat.ollama and manifest.form.has_pair:
+                assert conversion.base is not None, "PEFT's form asks for it"
+                found += ollama_problems(manifest, conversion.base)
             return found
         light, _ = portable(manifest, tensors)
         if config.export.format is ExportFormat.v2:

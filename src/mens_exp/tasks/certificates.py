@@ -16,9 +16,11 @@ from mens_exp.artifacts import atomic
 from mens_exp.artifacts.certificate import Certificate, Comparison, Evidence
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.config.model import HfModel
+from mens_exp.config.task import ExportFormat
 from mens_exp.export import parity
 from mens_exp.export.adapter import find, read
 from mens_exp.export.certificate import adapter_errors, hashes_of
+from mens_exp.export.handoff import as_ollama_reads
 from mens_exp.export.merge_choices import decide, deltas_of
 from mens_exp.export.parity import tensor_errors
 from mens_exp.export.subject import config_of, gather
@@ -448,7 +450,12 @@ def certify_adapter(config: RunConfig, asked: Conversion, written: Path) -> Cert
     """
     before = read(asked.place, asked.base, asked.quant)
     place = find(written)
-    errors = adapter_errors(*before, *read(place, asked.base, asked.quant))
+    after = read(place, asked.base, asked.quant)
+    errors = adapter_errors(*before, *after)
+    if config.export.format is ExportFormat.ollama:
+        assert asked.base is not None, "PEFT's form asks for it"
+        theirs_in_ollama = as_ollama_reads(written, after[0], asked.base)
+        errors = _worse(errors, adapter_errors(*before, *theirs_in_ollama))
     if place.form == "peft" and asked.place.run is not None:
         theirs = config_of(asked.place.run)
         theirs.trainer.accelerator = config.trainer.accelerator
@@ -471,3 +478,13 @@ def certify_adapter(config: RunConfig, asked: Conversion, written: Path) -> Cert
         unknown={"comparisons": "deltas that are equal make equal models"},
     )
     return with_tensors(of_deltas, errors, accept=config.parity.accept)
+
+
+def _worse(
+    errors: dict[str, TensorError], others: dict[str, TensorError]
+) -> dict[str, TensorError]:
+    """Return the larger error of each tensor, of two programs that read one file."""
+    return {
+        name: max(one, others[name], key=lambda each: each["relative"])
+        for name, one in errors.items()
+    }

@@ -25,7 +25,13 @@ from mens_exp.export.certificate import CARD_NAME, hashes_of
 from mens_exp.export.gguf import GGUF_FILE as GGUF
 from mens_exp.export.gguf import export_gguf
 from mens_exp.export.gguf_layout import refuse_unwritable
-from mens_exp.export.handoff import BackendFamily, Handoff, write_handoff, write_vllm
+from mens_exp.export.handoff import (
+    BackendFamily,
+    Handoff,
+    for_ollama,
+    write_handoff,
+    write_vllm,
+)
 from mens_exp.export.merge_choices import MOVED, decide, deltas_of
 from mens_exp.export.subject import config_of, conversion_of, gather
 from mens_exp.planning.preflight import writable_cache
@@ -430,6 +436,8 @@ def _peft(config: RunConfig, run: Run, directory: Path) -> tuple[Conversion, str
     asked = conversion_of(config)
     assert asked.base is not None, "PEFT's form asks for it"
     manifest, tensors = read(asked.place, asked.base, asked.quant)
+    if config.export.format is ExportFormat.ollama:
+        manifest, tensors = for_ollama(manifest, tensors)
     write(manifest, tensors, ExportFormat.peft, directory, asked.base)
     run.manifest.inputs.update(
         subject=str(asked.place.directory),

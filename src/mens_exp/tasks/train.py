@@ -113,6 +113,8 @@ def _results(run: Run, trained: Fitted, data: RowsDataModule, plan: dict[str, An
         peak_rss_bytes=_higher(results.get("peak_rss_bytes"), host.peak_rss_bytes()),
         peak_cuda_bytes=_higher(results.get("peak_cuda_bytes"), host.peak_cuda_bytes()),
     )
+    if module.ranks is not None:
+        results["ranks_left"] = module.ranks.ranks_left()
     if consumed := data.consumed():
         results["streamed"] = consumed
     checkpoint = run.dir.last_checkpoint()

@@ -80,7 +80,21 @@ class RankAllocation:
             one.grad = gradient if one.grad is None else one.grad + gradient
 
     def update(self, step: int) -> None:
-        """Set ranks to zero after a step, numbered from 0, as PEFT's `update_and_allocate` does."""
+        """Set ranks to zero after a step, numbered from 0, as PEFT's `update_and_allocate` does.
+
+        Without steps to settle in, PEFT never comes to its last allocation, and optimizer steps
+        revive ranks since the one before. Here it follows the last step.
+        """
+        self._allocate(step)
+        if not self.settle and step == self.total_steps - 1:
+            self._allocate(self.total_steps)
+
+    def ranks_left(self) -> int:
+        """Return the number of ranks of all layers that are not zero."""
+        factors = [one for name, one in self.parameters.items() if name.endswith("adalora_e")]
+        return sum(int(one.detach().count_nonzero()) for one in factors)
+
+    def _allocate(self, step: int) -> None:
         last = self.total_steps - self.settle
         if step > last:
             self.allocator.mask_using_rank_pattern(self, self.left)
