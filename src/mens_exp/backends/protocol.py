@@ -13,9 +13,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from mens_exp.backends.generation import evaluating
-from mens_exp.model.quiet import quiet
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
@@ -134,23 +131,6 @@ class NonPeftBackend:
     def as_peft_view(self) -> Iterator[None]:
         """Leave the model unchanged: there is no PEFT view."""
         yield
-
-
-def step(model: Any, ids: Sequence[int], cache: Any = None) -> tuple[torch.Tensor, Any]:
-    """Run a causal model over new token ids.
-
-    Args:
-        model: a transformers model.
-        ids: the tokens that are not in the cache yet.
-        cache: the cache returned by the previous call; None starts a sequence.
-
-    Returns:
-        The logits of the next token, ``[V]``, f32, and the cache.
-    """
-    ids_T = torch.tensor([list(ids)], device=model.device)
-    with torch.inference_mode(), evaluating(model), quiet():
-        output = model(input_ids=ids_T, past_key_values=cache, use_cache=True)
-    return output.logits[0, -1].float(), output.past_key_values
 
 
 class Stream:

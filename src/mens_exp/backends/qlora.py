@@ -14,8 +14,7 @@ from mens_exp.artifacts import atomic
 from mens_exp.backends import forward
 from mens_exp.backends.adapters import place_adapter, start_all, start_facts, start_from
 from mens_exp.backends.frozen_base import FrozenWeights, frozen_weights, load_base
-from mens_exp.backends.generation import greedy, trace
-from mens_exp.backends.protocol import step
+from mens_exp.backends.generation import greedy, next_logits, trace
 from mens_exp.backends.saved_model import manifest_of, stacked_tensors, unstacked_tensors
 from mens_exp.config.model import checkpointing_wanted
 from mens_exp.config.objective_spec import shares_prompts
@@ -300,7 +299,7 @@ class QloraBackend(torch.nn.Module):
         """Return the logits ``[V]``, f32, after ids, and the cache extended by them."""
         with self._compute():
             begun = ids if cache is not None else [*self.virtual_ids, *ids]
-            return step(self.causal_lm, begun, cache)
+            return next_logits(self.causal_lm, begun, cache)
 
     def trace(self, ids: Sequence[int]) -> Trace:
         """Return the hidden states after each layer, and the logits, of one document."""
