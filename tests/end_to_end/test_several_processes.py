@@ -116,8 +116,8 @@ def test_ranks_that_are_taken_away_are_those_of_one_process(train_in, tmp_path):
 def test_projections_are_those_of_one_process(train_in, tmp_path, request, option, gap):
     """Each process decomposes the same mean gradient, or draws with the same seed.
 
-    GaLore's gradient of step 3 probably has close singular values at the rank, whose vectors depend on
-    the last bits (measured: norms 1.6e-3 apart, with the package's own schedule too).
+    GaLore's gradient of step 3 probably has close singular values at the rank; their vectors depend
+    on the last bits (measured: norms 1.6e-3 apart, with the package's own schedule too).
     """
     if option == "apollo":
         request.getfixturevalue("apollo")
