@@ -192,18 +192,21 @@ def replaced(directory, family, **values):
         ("llama", {"attention_bias": True}),
         ("llama", {"mlp_bias": True}),
         ("qwen3", {"head_dim": 24}),
+        ("mistral", {"sliding_window": 16}),
         ("gpt2", {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 128}),
         ("gpt2", {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_inner": 96}),
     ],
 )
 def test_a_file_is_certified_with_what_transformers_leaves_out(family, values, model, tmp_path):
-    """Its reader drops scaled rotary frequencies, head widths, biases and numbers of positions."""
+    """Its reader drops rotary factors, widths, biases and positions; the file has no window."""
     size = SMALL if family != "gpt2" else {"vocab_size": 320}
     replaced(model, family, **size, **values)
     words = ["export.format=gguf", "path=merged", "out=out", "gguf.dtype=f32"]
     assert cli.main(["task=export", *words, "parity.tokens=256", "hydra.run.dir=run"]) == 0
-    found = Certificate.read(tmp_path / "out" / "parity.json").comparisons["written"]
-    assert found["mean_kl"] < 1e-9
+    certificate = Certificate.read(tmp_path / "out" / "parity.json")
+    assert certificate.comparisons["written"]["mean_kl"] < 1e-9
+    is_cut = "cut to the file's context of 16 tokens" in certificate.probe["source"]
+    assert is_cut is ("sliding_window" in values)
 
 
 def test_a_file_with_other_rotary_frequencies_is_not_certified(model, monkeypatch, capsys):

@@ -279,6 +279,14 @@ def from_directory(directory: Path, *, memory_bytes: int | None = None) -> Itera
         yield functools.partial(trace, model, device=torch.device("cpu"))
 
 
+def gguf_context(directory: Path) -> int:
+    """Return the number of positions in the header of an export's GGUF file."""
+    from gguf import GGUFReader
+
+    fields = GGUFReader(directory / GGUF).fields
+    return int(fields[f"{fields['general.architecture'].contents()}.context_length"].contents())
+
+
 @contextmanager
 def from_gguf(directory: Path) -> Iterator[Forward]:
     """Read the GGUF file of an export with transformers, computing in f32."""

@@ -130,6 +130,7 @@ def certify_gguf(
         settings: the `parity` node.
         what: description of the file.
     """
+    trained = dataclasses.replace(trained, probe=_in_context(trained.probe, directory))
     opened = _Opened({_WRITTEN: (what, lambda: parity.from_gguf(directory))})
     return _certificate(trained, opened, settings, directory)
 
@@ -145,6 +146,7 @@ def certify_gguf_of(config: RunConfig, source: Path, directory: Path) -> Certifi
     tokenizer = load_tokenizer(config.tokenizer, source)
     longest = shape_of(HfModel(id=str(source))).max_position_embeddings
     text = probe_of(config, tokenizer, config.parity, writable_cache(), longest=longest)
+    text = _in_context(text, directory)
     what = f"written: GGUF in {config.gguf.dtype.value}"
     opened = _Opened({_WRITTEN: (what, lambda: parity.from_gguf(directory))})
     with parity.from_directory(source) as forward:
@@ -157,6 +159,16 @@ def certify_gguf_of(config: RunConfig, source: Path, directory: Path) -> Certifi
             config.parity,
             directory,
         )
+
+
+def _in_context(text: Probe, directory: Path) -> Probe:
+    """Cut documents to the context of a GGUF file, which ends at a model's attention window."""
+    longest = parity.gguf_context(directory)
+    documents = tuple(ids[:longest] for ids in text.documents)
+    if documents == text.documents:
+        return text
+    source = f"{text.source}, cut to the file's context of {longest} tokens"
+    return dataclasses.replace(text, documents=documents, source=source)
 
 
 def certify_tensors(
