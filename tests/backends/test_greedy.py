@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import functools
+import random
+import warnings
 from collections import Counter
 
+import families
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
 
-from mens_exp.backends import frozen_base
-from mens_exp.backends.generation import Answers, evaluating, greedy
+from mens_exp.backends import frozen_base, generation
+from mens_exp.backends.generation import Answers, evaluating, greedy, next_logits
 from mens_exp.data.batch import packed_batch
 from mens_exp.quant.layers import binding_that_holds, quantized_linears
 
@@ -31,6 +35,50 @@ def test_each_prompt_is_continued_as_if_it_were_alone(backend):
     together = complete(backend, PROMPTS)
     assert together == [complete(backend, [prompt])[0] for prompt in PROMPTS]
     assert [len(ids) for ids in together] == [12, 12, 12]
+
+
+FAMILIES = {  # the fastest way that is right
+    "camembert": "_Recomputed",  # numbers positions from its padding id
+    "openai-gpt": "_Recomputed",  # has no cache
+    "falcon_h1": "_Recomputed",  # keeps a state of its own
+    "mpt": "partial",  # its attention counts padding behind a common prefix
+    "llama": "_Batch",
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_answers_are_those_of_passes_without_a_cache(name, tmp_path):
+    """In batches of any size, with a common prefix or without, and token by token."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        directory = families.make_fitting(name, tmp_path / name)
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    drawn = random.Random(5)
+    for common in (0, 20):
+        prefix = drawn.choices(range(3, 320), k=common)
+        prompts = [prefix + drawn.choices(range(3, 320), k=own) for own in (1, 3, 12, 23)]
+        expected = [by_hand(model, prompt, 4) for prompt in prompts]
+        for size in (1, 3, None):
+            found = greedy(model, prompts, max_new_tokens=4, end_ids=set(), batch_size=size)
+            assert found == expected
+        for prompt, answer in zip(prompts, expected, strict=True):
+            cache, said, new = None, [], prompt
+            for _ in answer:
+                logits_V, cache = next_logits(model, new, cache)
+                new = [int(logits_V.argmax())]
+                said += new
+            assert said == answer
+    way = generation._CACHED[model]
+    assert getattr(way, "__name__", type(way).__name__) == FAMILIES[name]
+
+
+def by_hand(model, prompt, count):
+    """Return the most likely tokens by passes over whole sequences."""
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(count):
+            ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
 
 
 def test_answers_make_room_for_prompts_as_they_end(backend, monkeypatch):
