@@ -284,3 +284,14 @@ def test_routers_of_a_frozen_base_do_not_draw(tiny, train_in, tmp_path):
     first, second = (Manifest.read(run.manifest).results["base_val_loss"] for run in runs)
     assert first == second
     assert reference_of(runs[0])["gradient"] <= 1e-4
+
+
+def test_a_model_that_cannot_be_packed_is_evaluated(tmp_path):
+    """An evaluation packs nothing, so it asks for no setting of it."""
+    base = families.make_fitting("camembert", tmp_path / "model")
+    rows = tmp_path / "suite.jsonl"
+    rows.write_text('{"prompt": "A?", "expected": "a"}\n', "utf-8")
+    command = ["task=evaluate", "path=base", "model=hf", f"model.id={base}", "trainer=cpu"]
+    suite = ["suite=jsonl", f"suite.path={rows}", "suite.max_new_tokens=4", "logger=none"]
+    run = f"hydra.run.dir={tmp_path / 'run'}"
+    assert cli.main([*command, *suite, "backend=lora", "quant=none", run]) == 0

@@ -6,7 +6,7 @@ for each condition of a scorecard specification.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -148,6 +148,8 @@ def _evaluate_here(config: RunConfig, run: Run, subject: Subject) -> None:
     if config.eval.engine is EngineKind.vllm:
         score_by_vllm(config, theirs, run, base, subject, tokenizer, heldout)
         return
+    if subject.run is None:  # no run has chosen; an evaluation packs nothing
+        theirs = replace(theirs, data=replace(theirs.data, packing=False))
     with lightning_quiet():
         backend = build_backend(theirs, base)
     if tensors is not None:
