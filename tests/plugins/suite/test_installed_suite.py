@@ -9,7 +9,7 @@ from string import ascii_lowercase
 import pytest
 
 from mens_exp.artifacts.comparison import Comparison
-from mens_exp.artifacts.digest import sha256_file
+from mens_exp.artifacts.digest import manifest_digest, sha256_file
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.scorecard import read_item_events
 from mens_exp.config.suite import SuiteConfig, SuiteSpec
@@ -136,11 +136,15 @@ def test_a_value_that_its_answer_contradicts_is_refused(typed, sweep):
 
 
 def rewrite(run, **changes):
-    """Edit a scorecard and update its digest in the run."""
+    """Edit a scorecard and update every digest of it in the run."""
     card = json.loads(run.scorecard.read_text("utf-8"))
     run.scorecard.write_text(json.dumps(card | changes), "utf-8")
     manifest = json.loads(run.manifest.read_text("utf-8"))
     manifest["outputs"][run.scorecard.name] = sha256_file(run.scorecard)
+    *events, end = map(json.loads, run.telemetry.read_text("utf-8").splitlines())
+    end["payload"]["manifest_sha256"] = manifest_digest(manifest)
+    run.telemetry.write_text("".join(f"{json.dumps(one)}\n" for one in [*events, end]), "utf-8")
+    manifest["outputs"][run.telemetry.name] = sha256_file(run.telemetry)
     run.manifest.write_text(json.dumps(manifest), "utf-8")
 
 
