@@ -41,6 +41,8 @@ FAMILIES = {  # the fastest way that is right
     "camembert": "_Recomputed",  # numbers positions from its padding id
     "openai-gpt": "_Recomputed",  # has no cache
     "falcon_h1": "_Recomputed",  # keeps a state of its own
+    "recurrent_gemma": "_Recomputed",  # likewise, outside the cache
+    "moshi": "_Batch",  # with positions, unlike transformers' default
     "mpt": "partial",  # its attention counts padding behind a common prefix
     "llama": "_Batch",
 }
