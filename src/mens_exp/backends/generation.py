@@ -440,7 +440,7 @@ def _opened(model: Any, prompts: Sequence[list[int]]) -> Any:
 def _fastest(model: Any) -> Callable[..., Any]:
     config = model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None) or _TRIED
-    longest = min(_TRIED, int(positions) - 2)  # two tokens follow
+    longest = min(_TRIED, int(positions) // 2)  # tokens follow, and some families use positions
     if longest <= 2:  # noqa: PLR2004  # too few for two prompts with a common beginning
         return _Recomputed
     trial = _trial(config, longest)
