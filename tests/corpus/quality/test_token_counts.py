@@ -94,5 +94,5 @@ def test_rows_that_cannot_be_encoded_are_an_error(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("always the same")
     forgetful = HfTokenizer.from_directory(tmp_path)
     whole = Labelling(objective="assistant", seq_len=1000)
-    with pytest.raises(DataError, match="does not keep prompt and answer"):
+    with pytest.raises(DataError, match="drops the row's prompt"):
         token_counts(rows(2), 1, forgetful, whole)

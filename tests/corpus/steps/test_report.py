@@ -129,7 +129,7 @@ def test_rows_that_cannot_be_encoded_are_no_end_of_the_report(tmp_path, tiny_con
     run = tiny_config(f"tokenizer.chat_template={template}")
     found = made(tmp_path, ROWS, run)
     assert found.tokens is None
-    assert "does not keep prompt and answer" in found.unknown["tokens"]
+    assert "drops the row's prompt" in found.unknown["tokens"]
     assert KEY not in found.unknown["tokens"]
 
 
