@@ -439,7 +439,7 @@ def _opened(model: Any, prompts: Sequence[list[int]]) -> Any:
 
 def _fastest(model: Any) -> Callable[..., Any]:
     config = model.config.get_text_config()
-    positions = getattr(config, "max_position_embeddings", None) or _TRIED
+    positions = getattr(config, "max_position_embeddings", None) or 2 * _TRIED
     longest = min(_TRIED, int(positions) // 2)  # tokens follow, and some families use positions
     if longest <= 2:  # noqa: PLR2004  # too few for two prompts with a common beginning
         return _Recomputed
@@ -447,7 +447,10 @@ def _fastest(model: Any) -> Callable[..., Any]:
     logits_V = _next_logits(model, trial.prompts[0])
     tolerance = _TOLERANCE if logits_V.dtype is torch.float32 else _TOLERANCE_BF16
     limit = tolerance * float(logits_V.float().std())
-    for way in (_Batch, partial(_Batch, shares_prefix=False)):
+    ways: list[Callable[..., Any]] = [partial(_Batch, shares_prefix=False)]
+    if longest > _PREFIX + 2:  # or the trial shares no prefix
+        ways.insert(0, _Batch)
+    for way in ways:
         if _error(way(model, trial.prompts), trial, _Recomputed(model, trial.prompts)) <= limit:
             return way
     return _Recomputed
@@ -467,7 +470,7 @@ def _trial(config: Any, longest: int) -> _Trial:
     known = [token for token in range(min(config.vocab_size, 2**16)) if token not in special]
     drawn = random.Random(0).choices(known, k=longest + 4)  # noqa: S311  # any tokens
     *long, first, second, last, other = drawn
-    common = long[: min(_PREFIX + 1, longest // 2)]
+    common = long[: min(_PREFIX + 1, longest - 2)]
     middle = long[: (len(common) + longest) // 2]
     return _Trial([[*common, last], long, [*middle, other]], first, second)
 
