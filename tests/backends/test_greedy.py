@@ -70,7 +70,7 @@ def test_answers_are_those_of_passes_without_a_cache(name, tmp_path):
                 new = [int(logits_V.argmax())]
                 said += new
             assert said == answer
-    way = generation._CACHED[model]
+    way = generation._WAYS[model]
     assert getattr(way, "__name__", type(way).__name__) == FAMILIES[name]
 
 

@@ -119,9 +119,11 @@ def test_items_are_searched_in_all_that_is_read():
     }
     found = searched_texts(parse_row(row, "f:1"))
     assert {"s", "runs it", code} <= {*found}
+    assert found[-2:] == ["code", code]
     pair = parse_row({"prompt": "p", "chosen": "good", "rejected": "bad"}, "f:1")
     assert searched_texts(pair) == ["p", "good", "bad"]
-    assert [hit.field for hit in hits_in(dataclasses.replace(pair, fields=(("rejected", KEY),)))]
+    secret = dataclasses.replace(pair, fields=(("rejected", KEY),))
+    assert {hit.field for hit in hits_in(secret)} == {"rejected"}
 
 
 KEY = "AKIA" + "ABCDEFGH23456789"

@@ -549,7 +549,7 @@ def test_arms_that_no_comparison_has_together_are_not_compared(lab):
         made = lab.ask(QloraPlateauPolicy(spread=1.0), several)
         assert made["decision"] == Answer.INSUFFICIENT
         (rule,) = [rule for rule in made["rules"] if rule["rule"] == "plateau"]
-        assert rule["note"] == "no comparison has 2 arms of qlora with it, but 1"
+        assert rule["note"] == "known for at most 1 arms of qlora in one comparison; 2 are needed"
 
 
 def test_a_missing_metric_fails_the_gate(lab):

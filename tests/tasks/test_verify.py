@@ -107,7 +107,7 @@ def test_a_swapped_adapter_file_is_found(
         (lambda value: value["facts"].update(quant="fp4"), "facts.quant"),
         (lambda value: value["outputs"].update({TENSORS: "0" * 64}), f"outputs.{TENSORS}"),
         *(
-            (change, "manifest.json, all values")
+            (change, "manifest.json, all but its notes")
             for change in (
                 lambda value: value["facts"].update(seq_len=1),
                 lambda value: value["data_contract"].update(documents=1),
@@ -129,7 +129,7 @@ def test_an_edited_manifest_is_found(
     """By its configuration, its telemetry, the contract itself, or the base on disk."""
     edit(run.manifest, change)
     found = differing(inspect(run.path, "inspect.verify=true", code=4))
-    assert {name, "manifest.json, all values"} <= {*found}
+    assert {name, "manifest.json, all but its notes"} <= {*found}
 
 
 def test_a_resumed_run_is_what_its_records_say_and_replays(broken, inspect, tmp_path):
@@ -522,7 +522,7 @@ def test_a_comparison_whose_figures_were_edited_with_its_hash_is_found(study, in
     finally:
         file.write_bytes(before[0])
         manifest.write_bytes(before[1])
-    assert differing(found) == ["manifest.json, all values", "comparison"]
+    assert differing(found) == ["manifest.json, all but its notes", "comparison"]
 
 
 def test_rows_of_another_encoding_are_found(run, inspect):
@@ -530,7 +530,7 @@ def test_rows_of_another_encoding_are_found(run, inspect):
     edit(run.manifest, lambda value: value["inputs"]["data"].update(train_sha256="0" * 64))
     assert differing(inspect(run.path, "inspect.verify=true", code=4)) == [
         "inputs.data.train_sha256",
-        "manifest.json, all values",
+        "manifest.json, all but its notes",
     ]
 
 

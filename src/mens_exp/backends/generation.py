@@ -419,7 +419,7 @@ def _next_logits(model: Any, ids: Sequence[int]) -> torch.Tensor:
     return logits_V
 
 
-_CACHED: WeakKeyDictionary[Any, Callable[..., Any]] = WeakKeyDictionary()
+_WAYS: WeakKeyDictionary[Any, Callable[..., Any]] = WeakKeyDictionary()
 _TRIED = 48  # tokens of the longest of three trial prompts
 # RMS error of a row of logits, relative to their standard deviation. Measured with the trial: 1e-5
 # in f32 and 0.1 in bf16 for SmolLM2, and from 0.33 on for families with a wrong cache.
@@ -432,9 +432,9 @@ def _opened(model: Any, prompts: Sequence[list[int]]) -> Any:
     Whether a cache, padding and shared prefixes are right depends on how a family numbers
     positions, biases attention and stores its state, so it is tried once per model.
     """
-    if model not in _CACHED:
-        _CACHED[model] = _fastest(model)
-    return _CACHED[model](model, prompts)
+    if model not in _WAYS:
+        _WAYS[model] = _fastest(model)
+    return _WAYS[model](model, prompts)
 
 
 def _fastest(model: Any) -> Callable[..., Any]:
@@ -447,11 +447,12 @@ def _fastest(model: Any) -> Callable[..., Any]:
     logits_V = _next_logits(model, trial.prompts[0])
     tolerance = _TOLERANCE if logits_V.dtype is torch.float32 else _TOLERANCE_BF16
     limit = tolerance * float(logits_V.float().std())
-    ways: list[Callable[..., Any]] = [partial(_Batch, shares_prefix=False)]
-    if longest > _PREFIX + 2:  # or the trial shares no prefix
-        ways.insert(0, _Batch)
+    exact_BV = _answered(_Recomputed(model, trial.prompts), trial)
+    ways: list[Callable[..., Any]] = [_Batch, partial(_Batch, shares_prefix=False)]
+    if longest <= _PREFIX + 2:  # the trial shares no prefix
+        del ways[0]
     for way in ways:
-        if _error(way(model, trial.prompts), trial, _Recomputed(model, trial.prompts)) <= limit:
+        if _error(way(model, trial.prompts), trial, exact_BV) <= limit:
             return way
     return _Recomputed
 
@@ -466,8 +467,8 @@ class _Trial:
 
 
 def _trial(config: Any, longest: int) -> _Trial:
-    special = {config.pad_token_id, config.bos_token_id}
-    known = [token for token in range(min(config.vocab_size, 2**16)) if token not in special]
+    special = {getattr(config, name, None) for name in ("pad_token_id", "bos_token_id")}
+    known = [token for token in range(config.vocab_size) if token not in special]
     drawn = random.Random(0).choices(known, k=longest + 4)  # noqa: S311  # any tokens
     *long, first, second, last, other = drawn
     common = long[: min(_PREFIX + 1, longest - 2)]
@@ -475,19 +476,20 @@ def _trial(config: Any, longest: int) -> _Trial:
     return _Trial([[*common, last], long, [*middle, other]], first, second)
 
 
-def _error(batch: Any, trial: _Trial, exact: Any) -> float:
-    """Return the largest RMS error of a row of logits when answers begin, go on and end."""
+def _answered(batch: Any, trial: _Trial) -> torch.Tensor:
+    """Return the logits of answers that begin, go on and end, ``[6, V]``."""
+    found = [batch.read([0, 1]), batch.step([trial.first, trial.second])]
+    batch.keep([1])
+    return torch.cat([*found, batch.read([2]), batch.step([trial.first, trial.second])])
 
-    def passed(one: Any) -> torch.Tensor:
-        found = [one.read([0, 1]), one.step([trial.first, trial.second])]
-        one.keep([1])
-        return torch.cat([*found, one.read([2]), one.step([trial.first, trial.second])])
 
+def _error(batch: _Batch, trial: _Trial, exact_BV: torch.Tensor) -> float:
+    """Return the largest RMS error of a row of logits; infinite if the model's code fails."""
     try:
-        found_BV = passed(batch)
+        found_BV = _answered(batch, trial)
     except Exception:  # noqa: BLE001  # of any kind, in the code of the model's family
         return math.inf
-    return float((found_BV - passed(exact)).square().mean(-1).sqrt().max())
+    return float((found_BV - exact_BV).square().mean(-1).sqrt().max())
 
 
 def next_logits(model: Any, ids: Sequence[int], cache: Any = None) -> tuple[torch.Tensor, Any]:

@@ -122,7 +122,8 @@ def _qlora_plateau(policy: QloraPlateauPolicy, evidence: Sequence[Evidence]) -> 
             threshold=policy.spread,
             passed=None,
             leads_to=Answer.INSUFFICIENT,
-            note=f"no comparison has {_PLATEAU} arms of {policy.backend} with it, but {most}",
+            note=f"known for at most {most} arms of {policy.backend} in one comparison; "
+            f"{_PLATEAU} are needed",
         )
     ]
 

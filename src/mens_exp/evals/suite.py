@@ -354,7 +354,7 @@ def _without_taken_groups(suite: Suite) -> Suite:
                 "the KPI of this group would have the name of another KPI",
                 where=f"suite: {item.id}",
                 found=f"group {item.group!r}: {group_kpi(item.group)}",
-                expected="another name of the group",
+                expected="another name for the group",
             )
     return suite
 

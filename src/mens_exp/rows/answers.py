@@ -15,6 +15,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mens_exp.errors import DataError
+from mens_exp.rows.schema import strings_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -276,16 +277,7 @@ def _calls(
 def _texts_in(call: dict[str, Any]) -> Iterator[str]:
     """Yield the name of a call, and each string in its arguments."""
     yield call["function"]["name"]
-    left = [call["function"]["arguments"]]
-    while left:
-        value = left.pop()
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, dict):
-            yield from value
-            left += value.values()
-        elif isinstance(value, list):
-            left += value
+    yield from strings_in(call["function"]["arguments"])
 
 
 def _bodies(

@@ -114,7 +114,8 @@ def further_texts(pair: TrainingPair) -> list[tuple[str, str]]:
         held = json.loads(pair.conversation)
         found += [("tools", text) for text in strings_in(held.get("tools"))]
         calls = [call for turn in held["messages"] for call in turn.get("tool_calls", ())]
-        found += [("arguments", text) for text in strings_in(calls)]
+        given = [call["function"]["arguments"] for call in calls]
+        found += [("arguments", text) for text in strings_in(given)]
     return found
 
 

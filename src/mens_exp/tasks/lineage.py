@@ -229,11 +229,17 @@ def written_by(certificate: Certificate, near: Path) -> RunDir | None:
         is_model = manifest.task in {"merge", "export"} and hashes <= {*whole.values()}
         is_adapter = manifest.task == "export" and results.get("tensors_sha256") in hashes
         if is_model or is_adapter:
-            out = str(results.get("out") or results.get("adapter") or results.get("directory"))
+            out = str(output_of(manifest))
             places = {(run.path / out).resolve(), Path(out).expanduser().resolve()}
             found.append((near.resolve() not in places, run))
     # The same output may have been written twice, and certified on different texts.
     return min(found, key=lambda one: one[0])[1] if found else None
+
+
+def output_of(manifest: Manifest) -> str | None:
+    """Return the path at which a merge or an export put its output, as it recorded it."""
+    names = ("out", "adapter", "directory")
+    return next((str(out) for name in names if (out := manifest.results.get(name))), None)
 
 
 def _at_hand(near: Path) -> Iterator[tuple[RunDir, Manifest]]:

@@ -30,7 +30,7 @@ from mens_exp.layout import starting_adapter
 from mens_exp.layout.hub import pinned
 from mens_exp.planning.preflight import preflight
 from mens_exp.rows.files import ROWS
-from mens_exp.tasks.lineage import MERGED, Inspected
+from mens_exp.tasks.lineage import MERGED, Inspected, output_of
 from mens_exp.tasks.round_commands import RoundCommands, is_of_bundle, other_draws, shared_tasks
 
 if TYPE_CHECKING:
@@ -370,9 +370,8 @@ def inspected(text: str) -> Inspected:
         )
     is_ours = certificate_place(path).is_file()
     if (path / "config.json").is_file() or is_ours:
-        is_gguf = any(path.glob("*.gguf"))
         what = "a merged model" if is_ours else "a model directory"
-        what += " in GGUF" if is_gguf else ""
+        what += " in GGUF" if any(path.glob("*.gguf")) else ""
         return Inspected(kind=ArtifactKind.MODEL, path=path, run=None, adapter=None, what=what)
     raise _nothing(path, "a directory without a record, an adapter or a model")
 
@@ -467,9 +466,8 @@ def scored_run(manifest: Manifest) -> RunDir | None:
 
 def _written(run: RunDir, manifest: Manifest) -> Path:
     """Return the output of a merge or an export."""
-    named = (manifest.results.get(name) for name in ("out", "adapter", "directory"))
-    out = next((one for one in named if one), None)
-    places = [run.path / str(out), Path(str(out)).expanduser()] if out is not None else []
+    out = output_of(manifest)
+    places = [run.path / out, Path(out).expanduser()] if out is not None else []
     found = next((place for place in places if place.exists()), None)
     if found is None:
         raise RequestError(

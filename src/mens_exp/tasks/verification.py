@@ -45,10 +45,11 @@ from mens_exp.tasks.resolve_references import scored_run
 from mens_exp.tasks.study_runs import read_study
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from mens_exp.artifacts.certificate import Check
     from mens_exp.artifacts.decision_ledger import LedgerEntry
+    from mens_exp.artifacts.telemetry import Event
     from mens_exp.config.root import RunConfig
     from mens_exp.tasks.lineage import Inspected
 
@@ -250,8 +251,9 @@ class _Chain:
         yield from linked(Link.RUN, of, _bundle(run))
         yield from linked(Link.RUN, of, _identity(run, manifest))
         if run.telemetry.is_file():
-            yield from linked(Link.RUN, of, _telemetry_checks(run, manifest))
-            yield from linked(Link.RUN, of, _whole_manifest(run, manifest))
+            events = read_events(run.telemetry)
+            yield from linked(Link.RUN, of, _telemetry_checks(events, manifest))
+            yield from linked(Link.RUN, of, _whole_manifest(events, run, manifest))
         if run.scorecard.is_file() and manifest.status is Status.SUCCEEDED and not differs:
             yield from linked(Link.SCORECARD, of, [_summed_again(run)])
 
@@ -357,9 +359,8 @@ def _identity(run: RunDir, manifest: Manifest) -> Iterator[Check]:
         yield compared("facts.lora_init_sha256", recorded, digest(layers))
 
 
-def _telemetry_checks(run: RunDir, manifest: Manifest) -> Iterator[Check]:
+def _telemetry_checks(events: Sequence[Event], manifest: Manifest) -> Iterator[Check]:
     """Compare the manifest with the telemetry."""
-    events = read_events(run.telemetry)
     latest: dict[str, dict[str, Any]] = {}
     facts: dict[str, Any] = {}
     for event in events:
@@ -383,13 +384,13 @@ def _telemetry_checks(run: RunDir, manifest: Manifest) -> Iterator[Check]:
         yield compared(name, manifest.results["batches_sha256"], chain)
 
 
-def _whole_manifest(run: RunDir, manifest: Manifest) -> Iterator[Check]:
+def _whole_manifest(events: Sequence[Event], run: RunDir, manifest: Manifest) -> Iterator[Check]:
     """Compare the values of a closed manifest with the digest in the event that closed it."""
-    ends = [one["payload"] for one in read_events(run.telemetry) if one["event"] == "run_finished"]
+    ends = [one["payload"] for one in events if one["event"] == "run_finished"]
     recorded = ends[-1].get("manifest_sha256") if ends else None
     if recorded is not None and manifest.status is not Status.STARTED:
         found = parse_json(read_bytes(run.manifest), str(run.manifest))
-        yield compared("manifest.json, all values", recorded, manifest_digest(found))
+        yield compared("manifest.json, all but its notes", recorded, manifest_digest(found))
 
 
 def _of_adapter(run: RunDir, manifest: Manifest) -> Iterator[Check]:
