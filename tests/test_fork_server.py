@@ -131,6 +131,16 @@ def test_signals_reach_the_process_and_its_group(number):
             assert process.wait(120) == -number
 
 
+@pytest.mark.parametrize("send", [os.kill, os.killpg])
+def test_a_signal_right_after_the_start_is_not_lost(send):
+    """A start has its session and Python's handling of signals from its first instant."""
+    for _ in range(20):
+        command = python("-c", "import time; time.sleep(60)")
+        with fork_server.Popen(command, start_new_session=True) as process:
+            send(process.pid, signal.SIGTERM)
+            assert process.wait(120) == -signal.SIGTERM
+
+
 def test_the_process_table_shows_the_command_and_the_system_its_memory():
     """Launchers find processes by command line, and read the peak memory with wait4."""
     command = python("-c", "import time; print(flush=True); time.sleep(60)", "some words")

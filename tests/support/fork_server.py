@@ -426,8 +426,9 @@ def _serve(connection, listener):
     Returns:
         In a fork its request and its standard files; in the server None.
     """
-    for number in _HANDLED:
-        signal.signal(number, signal.SIG_IGN)  # signals to its group are not meant for a server
+    # Signals to its group are not meant for a server. They are blocked, not ignored, because a fork
+    # that ignored one before it has its own handlers would lose it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
     sources = [connection] if listener is None else [connection, listener]
     while True:
         ready, _, _ = select.select(sources, [], [])
@@ -445,7 +446,7 @@ def _serve(connection, listener):
         elif not message:
             return None
         else:
-            pid = _fork_for_parent()
+            pid = _fork_for_parent(asked[0]["session"])
             if pid is None:
                 return asked
             connection.send(str(pid).encode())
@@ -453,18 +454,24 @@ def _serve(connection, listener):
             os.close(file)
 
 
-def _fork_for_parent():
-    """Fork a process that the server's parent adopts; return its ID, and None in the fork."""
+def _fork_for_parent(has_session):
+    """Fork a process that the server's parent adopts, in a session of its own if requested.
+
+    Returns:
+        Its ID, once it can be signalled by its group; None in the fork.
+    """
     read, write = os.pipe()
     between = os.fork()
     if between == 0:
         me = os.getpid()
-        pid = os.fork()
-        if pid:
-            os.write(write, str(pid).encode())
+        if os.fork():
             os._exit(0)
         while os.getppid() == me:
             time.sleep(0.0005)
+        if has_session:
+            os.setsid()
+        os.write(write, str(os.getpid()).encode())
+        os.close(write)
         return None
     os.waitpid(between, 0)
     os.close(write)
@@ -496,8 +503,6 @@ def _become(request, files):
         What `_serve` returned, in the server of this process's own.
     """
     global _is_fork
-    if request["session"]:
-        os.setsid()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:
         kept = theirs.detach()
