@@ -5,13 +5,18 @@ The table lists the trainable graphs; the config groups determine which of them 
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from omegaconf import MISSING
 
 from mens_exp.config.fields import setting, when
 from mens_exp.config.quant import QUANTIZERS, names_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class Composition(Enum):
@@ -32,6 +37,11 @@ class BackendConfig:
         "Its name in records; set by the option.",
         contract=("adapter.method", "adapter.targets"),
     )
+
+    @property
+    def spec(self) -> BackendSpec:
+        """The backend's spec; a user's class trains an adapter on a graph of its own."""
+        return BACKEND_SPECS.get(self.name) or dataclasses.replace(_OF_A_USER, name=self.name)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -126,7 +136,12 @@ class BackendSpec:
         targets: the adapted graph: the full causal graph, or the proxy stack.
         graph_id: name of the graph in records; the proxy's depends on its composition.
         depth: a human-readable description of the part of the model that is computed.
+        loads: how it reads weights, for the page of capabilities.
+        merge: how exact its merged weights are, for the same page.
+        parity: how its parity is checked, for the same page.
+        is_transformers: whether transformers' own decoder layers compute the model.
         needs_layout: whether it reads weights by name, which requires a known model family.
+        needs_f32: whether it computes in f32 only.
         tokenizers: accepted tokenizers; pretrained weights do not know other token ids.
     """
 
@@ -135,7 +150,12 @@ class BackendSpec:
     targets: str
     graph_id: str
     depth: str
-    needs_layout: bool
+    loads: str = ""
+    merge: str = ""
+    parity: str = ""
+    is_transformers: bool = False
+    needs_layout: bool = False
+    needs_f32: bool = False
     tokenizers: tuple[str, ...] = ("hf",)
 
     @property
@@ -148,12 +168,34 @@ class BackendSpec:
         """Whether the base weights are quantized."""
         return "none" not in self.bases
 
+    @property
+    def has_adapter(self) -> bool:
+        """Whether it trains an adapter, not every weight."""
+        return self.method != "full"
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether it computes a whole causal model, not a stack of projections."""
+        return self.targets == FULL_GRAPH
+
+    @property
+    def adapts_model(self) -> bool:
+        """Whether it trains an adapter in a whole causal model."""
+        return self.has_adapter and self.is_causal
+
+    @property
+    def adapts_transformers(self) -> bool:
+        """Whether it trains an adapter in a frozen model of transformers."""
+        return self.has_adapter and self.is_transformers
+
     def takes(self, base: str) -> bool:
         """Return whether a quantizer, built-in or installed, may store the base weights."""
         spec = QUANTIZERS.known(base)
         return spec is not None and self.name in spec.backends
 
 
+_OF_A_USER = BackendSpec(name="", method="qlora", targets=FULL_GRAPH, graph_id="", depth="")
+_SHARED_F32 = "tier A (shared f32 operations)"
 BACKEND_SPECS: dict[str, BackendSpec] = {
     kernel.name: kernel
     for kernel in (
@@ -163,7 +205,10 @@ BACKEND_SPECS: dict[str, BackendSpec] = {
             targets=FULL_GRAPH,
             graph_id="full_causal",
             depth="full causal model",
-            needs_layout=False,
+            loads="whole checkpoint, by transformers",
+            merge="exact on the quantized base; a bf16 base differs by the quantization error",
+            parity="tier C against f32 (losses compared, not tensors)",
+            is_transformers=True,
         ),
         BackendSpec(
             name="proxy",
@@ -171,6 +216,9 @@ BACKEND_SPECS: dict[str, BackendSpec] = {
             targets=PROXY,
             graph_id="proxy_stack_v1_residual",
             depth="embedding, one projection a layer, head: no attention",
+            loads="embedding and one projection a layer, by name",
+            merge="the merged projections alone",
+            parity="tier B (NF4 round trip, then linear)",
             needs_layout=True,
         ),
         BackendSpec(
@@ -179,7 +227,10 @@ BACKEND_SPECS: dict[str, BackendSpec] = {
             targets=FULL_GRAPH,
             graph_id="full_causal",
             depth="full causal model",
-            needs_layout=False,
+            loads="whole checkpoint, by transformers",
+            merge="exact in f32",
+            parity=_SHARED_F32,
+            is_transformers=True,
         ),
         BackendSpec(
             name="burn",
@@ -187,7 +238,11 @@ BACKEND_SPECS: dict[str, BackendSpec] = {
             targets=FULL_GRAPH,
             graph_id="burn_full_causal",
             depth="full causal model, f32 research lane",
+            loads="warm start, by name",
+            merge="exact in f32",
+            parity=_SHARED_F32,
             needs_layout=True,
+            needs_f32=True,
             tokenizers=("hf", "vox"),
         ),
         BackendSpec(
@@ -196,10 +251,18 @@ BACKEND_SPECS: dict[str, BackendSpec] = {
             targets=FULL_GRAPH,
             graph_id="full_causal",
             depth="full causal model, every weight trained",
-            needs_layout=False,
+            loads="whole checkpoint, by transformers",
+            merge="nothing to merge",
+            parity=_SHARED_F32,
+            is_transformers=True,
         ),
     )
 }
+
+
+def names_where(holds: Callable[[BackendSpec], bool]) -> tuple[str, ...]:
+    """Return the names of the built-in backends whose spec meets a condition."""
+    return tuple(one.name for one in BACKEND_SPECS.values() if holds(one))
 
 
 def spec_for(method: str, *, quantized: bool, targets: str) -> BackendSpec | None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from mens_exp.config.backend import BACKEND_SPECS, BackendSpec
@@ -29,29 +30,6 @@ if TYPE_CHECKING:
 
 _TOKENIZERS = ("hf", "vox")
 _TARGETS = ("workstation", "mobile_edge")
-
-# Import and export of weights, which the planner does not decide.
-_WEIGHTS = {
-    "qlora": "whole checkpoint, by transformers",
-    "proxy": "embedding and one projection a layer, by name",
-    "lora": "whole checkpoint, by transformers",
-    "burn": "warm start, by name",
-    "full": "whole checkpoint, by transformers",
-}
-_MERGE = {
-    "qlora": "exact on the quantized base; a bf16 base differs by the quantization error",
-    "proxy": "the merged projections alone",
-    "lora": "exact in f32",
-    "burn": "exact in f32",
-    "full": "nothing to merge",
-}
-_PARITY = {
-    "qlora": "tier C against f32 (losses compared, not tensors)",
-    "proxy": "tier B (NF4 round trip, then linear)",
-    "lora": "tier A (shared f32 operations)",
-    "burn": "tier A (shared f32 operations)",
-    "full": "tier A (shared f32 operations)",
-}
 
 
 def page() -> str:
@@ -107,18 +85,18 @@ def _backend_rows() -> Iterator[tuple[str, ...]]:
     yield ("tokenizer", *(_accepted_tokenizers(one) for one in kernels))
     merges = here if "merge" in group_options()["task"] else frozenset()
     for label, said, where in (
-        ("weight loading", _WEIGHTS, here),
-        ("artifacts", {one.name: _artifacts(one) for one in kernels}, here),
-        ("merge fidelity", _MERGE, merges),
-        ("parity", _PARITY, here),
+        ("weight loading", attrgetter("loads"), here),
+        ("artifacts", _artifacts, here),
+        ("merge fidelity", attrgetter("merge"), merges),
+        ("parity", attrgetter("parity"), here),
     ):
-        yield (label, *(said[one.name] if one.name in where else "not yet" for one in kernels))
+        yield (label, *(said(one) if one.name in where else "not yet" for one in kernels))
 
 
 def _artifacts(kernel: BackendSpec) -> str:
-    if kernel.name == "full":
+    if not kernel.has_adapter:
         return "a whole model in f32"
-    view = ", PEFT view" if kernel.targets == "full_graph" else ""
+    view = ", PEFT view" if kernel.is_causal else ""
     return f"adapter schema v3{view}"
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.digest import digest, sha256_file
-from mens_exp.config.backend import BACKEND_SPECS, FULL_GRAPH, ProxyConfig
+from mens_exp.config.backend import FULL_GRAPH, ProxyConfig
 from mens_exp.config.data import JsonlData, MixData, StdlibData, SyntheticData
 from mens_exp.config.data_sources import GivenData, sources_of
 from mens_exp.config.model import BundledModel, HfModel, teacher_of
@@ -225,15 +225,15 @@ def contract_of(config: RunConfig, extensions: Sequence[Extension] = ()) -> Fine
     for path, content in _contents(config).items():
         if content is not None:
             settings[path] = content  # the location of a file is irrelevant
-    kernel = BACKEND_SPECS.get(config.backend.name)
+    kernel = config.backend.spec
     trainer = config.trainer
     return FineTuneContract(
         model=model,
         data=data,
         adapter=AdapterPart(
-            method=kernel.method if kernel else "qlora",
+            method=kernel.method,
             **_adapter_values(config.lora),
-            targets=kernel.targets if kernel else FULL_GRAPH,
+            targets=kernel.targets,
         ),
         quant=QuantPart(base=config.quant.quant_type.value, double_quant=config.quant.double_quant),
         exec=ExecPart(

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
 
 PACKAGE = "liger-kernel"
-_BACKENDS = frozenset({"qlora", "lora"})  # transformers models with a frozen base
 
 
 class Part(StrEnum):
@@ -54,7 +53,7 @@ def why_not_at_all(config: RunConfig, *, on_gpu: bool) -> str | None:
     """Return why torch computes all parts of a run; None if Liger-Kernel computes some."""
     if config.model.kernels is Kernels.torch:
         return "model.kernels=torch"
-    if config.backend.name not in _BACKENDS:
+    if not config.backend.spec.adapts_transformers:
         return f"backend={config.backend.name} has its own training step"
     if not on_gpu:
         return "the device is not a CUDA GPU"

@@ -157,7 +157,7 @@ def of_state(
         found = _measured(tensors, {}, {}, where)
         found.unknown["layers"] = (
             "every weight was trained, so there is no LoRA matrix"
-            if config.backend.name == "full"
+            if not config.backend.spec.has_adapter
             else _NO_PAIR.format(config.lora.spec.name)
         )
         return found

@@ -373,7 +373,7 @@ def _of_graph(
     trained = trained_for(config, inputs, choices)
     base = "published" if choices.quantizer is None else "dequantized"
     what = f"written: {base} base + merged delta, {choices.dtype}{choices.caveat}"
-    if trained.config.backend.name == "proxy":
+    if not trained.config.backend.spec.is_causal:
         weights = _stack_weights(choices, written)
         tied = choices.moves_embedding
         return certify_stack(trained, weights, written, config.parity, what=what, tied=tied)

@@ -314,7 +314,7 @@ def transformers_model(subject: RunDir, theirs: RunConfig, accelerator: str) -> 
     theirs.trainer.accelerator = accelerator
     if not subject.adapter.is_dir():
         return _own_weights(subject, accelerator)
-    if theirs.backend.name == "proxy":
+    if not theirs.backend.spec.is_causal:
         raise RequestError(
             "the run trained a stack of projections, for which transformers has no class",
             where="backend",

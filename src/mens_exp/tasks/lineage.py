@@ -313,7 +313,6 @@ def _base(base: BaseRecord | None) -> Ancestor:
 
 
 MERGED = "trained"  # in an evaluation's inputs: the run whose merged weights were scored
-_CAUSAL = frozenset({"qlora", "lora"})
 
 
 def merge_at(place: Path) -> RunDir | None:
@@ -364,12 +363,12 @@ def trained_for(merge: RunDir) -> RunDir:
             expected="that run, where it was or below outputs",
             remedy="restore it, or score only the weights: path=base model=hf model.id=<model>",
         )
-    backend = config_of(run).backend.name
-    if backend not in _CAUSAL:
+    backend = config_of(run).backend
+    if not backend.spec.adapts_transformers:
         raise RequestError(
             "only a whole causal model answers once it is merged",
             where="path",
-            found=f"{merge.path}, of backend={backend}",
+            found=f"{merge.path}, of backend={backend.name}",
             expected="a merge of backend=qlora or lora",
             remedy=f"evaluate the run itself: path={run.path}",
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.quantizer_record import LEVELS_EXPECTED, are_levels
-from mens_exp.config.backend import ProxyConfig
+from mens_exp.config.backend import BACKEND_SPECS, ProxyConfig
 from mens_exp.config.fields import shown
 from mens_exp.config.model import Checkpointing, ModelFamily, RandomModel
 from mens_exp.config.quant import (
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
 
 PROXY_STACK = "proxy_stack"  # the proxy's only target
-_OWN_IDS_ONLY = frozenset({"qlora", "lora", "full", "proxy"})  # the planner's gate 2 refuses vox
 
 
 def backend_problems(config: RunConfig) -> Iterator[ConfigError]:
@@ -33,7 +32,7 @@ def backend_problems(config: RunConfig) -> Iterator[ConfigError]:
         yield from _proxy(config, config.backend)
     if config.tokenizer.name == "vox":
         yield from _vox(config)
-    if config.backend.name == "burn" and config.quant.compute_dtype is not ComputeDtype.f32:
+    if config.backend.spec.needs_f32 and config.quant.compute_dtype is not ComputeDtype.f32:
         yield ConfigError(
             "the research lane computes in f32",
             where="quant.compute_dtype",
@@ -51,7 +50,9 @@ def _vox(config: RunConfig) -> Iterator[ConfigError]:
             found=False,
             expected="true, or tokenizer=hf",
         )
-    judged = _encodes_for_it(config) and config.backend.name not in _OWN_IDS_ONLY
+    known = BACKEND_SPECS.get(config.backend.name)
+    is_refused = known is not None and "vox" not in known.tokenizers  # by the planner's gate 2
+    judged = _encodes_for_it(config) and not is_refused
     if judged and _is_pretrained(config) and not config.tokenizer.allow_unrelated_rows:
         yield ConfigError(
             "the ids 0 to 130 of the vox tokenizer select unrelated rows of this model's embedding",
@@ -181,7 +182,6 @@ def _shared_heads(model: RandomModel) -> Iterator[ConfigError]:
 
 
 # The base of each built-in backend; a user's own backend may use either.
-_QUANTIZED = {"qlora": True, "proxy": True, "lora": False, "full": False, "burn": False}
 _BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096)  # of bitsandbytes; 32 is for other devices
 
 
@@ -189,7 +189,8 @@ def quant_problems(config: RunConfig) -> Iterator[ConfigError]:
     """Yield the problems of `quant`, alone and with the chosen backend."""
     quant, name = config.quant, config.backend.name
     trains = config.task.name != "attribute"  # attribute builds no backend, and has a separate rule
-    if trains and quant.is_quantized != _QUANTIZED.get(name, quant.is_quantized):
+    known = BACKEND_SPECS.get(name)
+    if trains and known is not None and quant.is_quantized != known.quantized:
         yield ConfigError(
             f"backend={name} has {'no' if quant.is_quantized else 'a'} quantized base",
             where="quant.quant_type",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mens_exp.config.backend import BACKEND_SPECS, FullConfig, ProxyConfig
+from mens_exp.config.backend import BACKEND_SPECS, names_where
 from mens_exp.config.lora import ADAPTERS, PromptInit, PromptTuningConfig
 from mens_exp.config.optim import MuonConfig, ScheduleFreeConfig
 from mens_exp.config.quant import PATTERNS
@@ -56,7 +56,11 @@ def _inputs_problems(config: RunConfig) -> Iterator[ConfigError]:
         objective.is_likelihood and not objective.needs_teacher
     )
     wanted = {
-        "backend": (config.backend.name in {"qlora", "lora"}, config.backend.name, "qlora or lora"),
+        "backend": (
+            config.backend.spec.adapts_transformers,
+            config.backend.name,
+            " or ".join(names_where(lambda one: one.adapts_transformers)),
+        ),
         "trainer.devices": (config.trainer.world_size == 1, config.trainer.world_size, "1 process"),
         "objective": (
             has_loss and not objective.compares_groups,
@@ -96,10 +100,8 @@ def _method_problems(config: RunConfig) -> Iterator[ConfigError]:
             found=lora.init.value,
             expected=" or ".join(sorted(spec.inits)),
         )
-    own = config.backend.name in BACKEND_SPECS and not isinstance(
-        config.backend, FullConfig | ProxyConfig
-    )
-    if own and config.backend.name not in spec.backends:
+    known = BACKEND_SPECS.get(config.backend.name)
+    if known is not None and known.adapts_model and config.backend.name not in spec.backends:
         yield ConfigError(
             f"backend={config.backend.name} has no adapters of this method",
             where="lora.variant",

@@ -484,7 +484,7 @@ def expert_warnings(config: RunConfig, shape: Shape) -> Iterator[str]:
     transformers stores experts as three-dimensional tensors, and bitsandbytes quantizes only linear
     modules.
     """
-    if config.backend.name == "proxy" or not shape.expert_parameters:
+    if not config.backend.spec.is_causal or not shape.expert_parameters:
         return
     dtype = config.quant.compute_dtype
     dense = dense_experts(config, shape)
@@ -497,7 +497,7 @@ def expert_warnings(config: RunConfig, shape: Shape) -> Iterator[str]:
             "Next: see that the device has the memory of this plan"
         )
     adapted = any(one.stack is not None for one in modules_of(config, shape))
-    if adapted and config.backend.name != "full" and dtype is ComputeDtype.bf16:
+    if adapted and config.backend.spec.has_adapter and dtype is ComputeDtype.bf16:
         yield (
             "PEFT adds the adapter to the weights of experts in their own format, bf16, where a "
             "change of less than about 1/512 of a weight is lost in each pass. "
