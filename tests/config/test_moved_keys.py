@@ -126,3 +126,10 @@ def test_a_file_of_the_users_names_its_key_of_today(group, monkeypatch, tmp_path
     file.write_text("# @package _global_\n# e\npromote: {open_cycle: june}\n", "utf-8")
     (cell,) = check([f"{group}=mine"]).cells
     assert cell.config.promote.open_cycle == "june"
+
+
+def test_a_deletion_of_a_moved_key_is_not_advised():
+    """Settings cannot be removed, so the command to write is without it."""
+    removed, moved = check(["~format", "seed=3"]).problems
+    assert moved.remedy == "write python -m mens_exp seed=3"
+    assert removed.remedy == "drop ~export.format, which leaves the default"

@@ -9,7 +9,9 @@ from mens_exp.errors import SetupError
 from mens_exp.planning import compiling, kernels
 from mens_exp.planning.checks.machine import check_compiling
 from mens_exp.planning.compiling import Rate, why_not, why_not_worth
+from mens_exp.planning.estimate import make_plan
 from mens_exp.planning.kernels import Part, reasons
+from mens_exp.report import plan_view
 
 TRUE = "trainer.compile=true"
 
@@ -22,6 +24,11 @@ def rate(monkeypatch):
         monkeypatch.setitem(compiling.RATES, "cpu", Rate(saved_frac, compile_s))
 
     return put
+
+
+def cells_of(plan):
+    (section,) = plan_view.document(plan).parts
+    return [cell for facts in section.parts for cell in facts.cells]
 
 
 def test_compiling_pays_if_it_saves_more_than_it_takes(rate):
@@ -45,6 +52,18 @@ def test_a_gain_within_the_noise_is_none(rate):
 def test_nothing_is_compiled_on_devices_without_a_measured_rate():
     """That is so of every GPU."""
     assert why_not_worth("cuda", 1e9) == "what it saves has not been measured on cuda"
+
+
+def test_a_plan_says_that_layers_are_compiled(tiny_config, tmp_path, rate):
+    """The page has a line for it only then; the record has the reason in either case."""
+    plans = [make_plan(tiny_config(asked), tmp_path) for asked in (TRUE, "trainer.compile=auto")]
+    cells = [cells_of(plan) for plan in plans]
+    lines = [next((one.text for one in found if one.label == "compile"), None) for found in cells]
+    assert lines == ["decoder layers: trainer.compile=true", None]
+    assert plans[1]["compile"]["reason"].startswith("it saves 1.4% of a step on cpu")
+    rate(0.5, 0)
+    made = make_plan(tiny_config("trainer.compile=auto"), tmp_path)["compile"]
+    assert made == {"layers": "compiled", "reason": "it pays, by the measured rates"}
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from mens_exp.layout.families import FAMILIES
 from mens_exp.layout.shape import Shape, shape_of
 from mens_exp.planning.activations import Documents
 from mens_exp.planning.memory import (
+    OFFLOADED,
     bits_per_weight,
     memory,
     optimizer_bytes,
@@ -68,6 +69,22 @@ def test_eight_bits_and_a_scale_a_row(tiny_config):
     eight, four = (of(tiny_config("lora=qv", *more)).components for more in (["quant=int8"], []))
     # k's input, shared with q and v only after dropout, and those of the other projections.
     assert eight["activations"] - four["activations"] == tokens * 2 * 2 * (64 + 64 + 64 + 128)
+
+
+def test_an_offloaded_base_leaves_scales_and_two_layers(tiny_config):
+    """By hand for NF4 with double quantization: 0.127 bits per weight, and 14336 · 4096 codes."""
+    here, there = (
+        of(tiny_config(f"model.offload={one}", "trainer=gpu"), LLAMA_8B, kind="cuda")
+        for one in ("false", "true")
+    )
+    assert there.components["base weights"] == pytest.approx(6.979e9 * 0.127 / 8, rel=1e-3)
+    assert there.components[OFFLOADED] == 2 * 4096 * 14336 // 2
+    codes = LLAMA_8B.linear_parameters // 2
+    saved = sum(here.components.values()) - sum(there.components.values())
+    assert saved == codes - there.components[OFFLOADED]
+    assert "; 3.2 GiB of codes are in host memory" in there.basis
+    on_cpu = of(tiny_config("model.offload=true", "trainer=gpu"), LLAMA_8B)
+    assert OFFLOADED not in on_cpu.components
 
 
 def test_llama_8b_on_a_gpu(tiny_config):

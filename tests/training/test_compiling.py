@@ -26,6 +26,10 @@ def facts(run):
     return Manifest.read(run.manifest).facts
 
 
+def planned(run):
+    return json.loads(run.plan.read_text("utf-8"))["compile"]
+
+
 @pytest.fixture
 def pays(monkeypatch):
     """Pretend that compiling saves half of every step, and takes no time."""
@@ -54,6 +58,7 @@ def test_a_compiled_run_in_two_parts_is_the_run_in_one(train_in, tmp_path, monke
         decision = found["compile"]
         assert (decision["layers"], decision["reason"]) == ("compiled", "trainer.compile=true")
         assert decision["graphs"] > 0
+        assert planned(run) == {name: decision[name] for name in ("layers", "reason")}
         assert found["numerics"]["layers"] == NUMERICS
         assert found["numerics"]["dropout"] == LOWBIAS32
         assert not [one for one in Manifest.read(run.manifest).notes if "other forms" in one]
@@ -63,6 +68,7 @@ def test_auto_runs_eagerly_on_a_cpu_and_says_why(finished):
     """The record has the measured rate; numerics are those of earlier releases."""
     found = facts(finished)
     assert found["compile"]["layers"] == "eager"
+    assert planned(finished) == found["compile"]
     assert found["compile"]["reason"].startswith("it saves 1.4% of a step on cpu, as measured")
     assert "layers" not in found["numerics"]
     assert found["numerics"]["dropout"] == SFC64

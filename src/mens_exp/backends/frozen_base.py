@@ -24,6 +24,7 @@ from mens_exp.layout.shape import shape_of
 from mens_exp.layout.targets import otherwise_quantized, quantized_modules, skipped, storage
 from mens_exp.model import attention
 from mens_exp.model.kernels import frozen_linear, is_rounded, products_dtype
+from mens_exp.model.offload import is_offloaded
 from mens_exp.model.quiet import quiet
 from mens_exp.model.stored_weights import StoredWeights
 from mens_exp.objective.causal import Passed
@@ -314,7 +315,9 @@ class FrozenWeights:
         layers = quantized_linears(model).values()
         needed = dtype.itemsize * sum(one.in_features * one.out_features for one in layers)
         are_here = all(
-            one.weight.device.type == "cpu" and not isinstance(one.weight, DTensor)
+            one.weight.device.type == "cpu"
+            and not isinstance(one.weight, DTensor)
+            and not is_offloaded(one)
             for one in layers
         )
         room = min(MOST_DEQUANTIZED, host_memory()[1] * _SHARE_OF_FREE)
@@ -367,7 +370,8 @@ class FrozenWeights:
 class _FrozenForward:
     """Forward of a frozen linear layer: `frozen_linear` where that helps, else its own.
 
-    It helps if products are rounded, or if the dequantized weight is kept.
+    It helps if products are rounded, or if the dequantized weight is kept. Layers whose codes are
+    in host memory need it.
     """
 
     def __init__(self, layer: Any, weights: FrozenWeights) -> None:
@@ -376,7 +380,7 @@ class _FrozenForward:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         weights, layer, dtype = self.weights, self.layer, products_dtype(x)
-        is_ours = is_rounded(dtype, x.device) or weights.are_kept(layer)
+        is_ours = is_rounded(dtype, x.device) or weights.are_kept(layer) or is_offloaded(layer)
         if not is_ours or not weights.are_known(layer):
             found: torch.Tensor = self.own(x)
             return found

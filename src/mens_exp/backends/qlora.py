@@ -34,6 +34,7 @@ from mens_exp.model import attention, compiled, fused_attention
 from mens_exp.model.compiled import CompiledLayers
 from mens_exp.model.kernels import is_rounded
 from mens_exp.model.liger import FusedHead, LigerKernels
+from mens_exp.model.offload import HostCodes
 from mens_exp.model.stored_weights import StoredWeights
 from mens_exp.planning.kernels import reasons
 from mens_exp.quant.binding import compute_dtype
@@ -42,6 +43,7 @@ from mens_exp.quant.layers import (
     differs_in_evaluation,
     parameter_count,
     quantization_facts,
+    quantized_linears,
     quantizer_in,
 )
 
@@ -67,6 +69,7 @@ class QloraBackend(torch.nn.Module):
 
     virtual_tokens = 0
     compiled_layers: CompiledLayers | None = None
+    offloaded_bytes = 0
 
     def __init__(
         self,
@@ -127,6 +130,29 @@ class QloraBackend(torch.nn.Module):
         self.inputs = self.method.take_over(adapted, self.weights, together=together)
         self.noise = noise_on(self.causal_lm, config)
         self.use_kernels(reasons(config, on_gpu=device.type == "cuda"))
+
+    def offload(self, device: torch.device) -> None:
+        """Move the model to a device, but leave the codes of quantized layers in host memory.
+
+        Args:
+            device: the compute device; the model was built on the CPU.
+
+        Raises:
+            SetupError: the system cannot lock so much memory.
+        """
+        layers = quantized_linears(self.causal_lm).values()
+        codes = {id(layer.weight) for layer in layers}
+        for module in self.modules():
+            for parameter in module._parameters.values():  # noqa: SLF001  # .to() moves all
+                if parameter is not None and id(parameter) not in codes:
+                    parameter.data = parameter.data.to(device)
+            for name, buffer in module._buffers.items():  # noqa: SLF001
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(device)  # noqa: SLF001
+        for layer in layers:
+            if (state := getattr(layer.weight, "quant_state", None)) is not None:
+                state.to(device)  # not a parameter of the module
+        self.offloaded_bytes = HostCodes(layers, device).stored_bytes
 
     def use_kernels(self, why_not: Mapping[Part, str | None], *, kind: str = "cuda") -> None:
         """Use Liger's kernels on a kind of device; see `LigerKernels`."""
@@ -431,6 +457,7 @@ class QloraBackend(torch.nn.Module):
             "attention": str(self.causal_lm.config._attn_implementation),  # noqa: SLF001
             "lora_modules": described(self.modules_chosen, self.shape.num_hidden_layers),
             "lora_variant": self.lora.variant.value,
+            **({"offloaded_bytes": self.offloaded_bytes} if self.offloaded_bytes else {}),
             **({"virtual_tokens": self.virtual_tokens} if self.virtual_tokens else {}),
             **start_facts(self.lora, self.errors, self.start_s),
             "kernels": self.kernels.facts(),

@@ -52,6 +52,7 @@ _BUILT_IN: dict[str, AdapterSpec] = {
             name="dora",
             form=FORMS["dora"],
             peft={"use_dora": True},
+            reads_base=True,
             not_on_head="the head has rows of zeros (padding), which have no direction to learn "
             "apart",
             not_on_experts="PEFT has no DoRA for experts",
@@ -131,6 +132,7 @@ _BUILT_IN: dict[str, AdapterSpec] = {
             keeps_inputs=True,
             not_sharded="PEFT's layers compute with whole tensors, and each process holds a part "
             "of them",
+            reads_base=True,
         ),
     )
 }

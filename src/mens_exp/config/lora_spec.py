@@ -42,6 +42,7 @@ class AdapterSpec:
         not_on_biased: why it cannot adapt a layer with a bias; None if it can.
         allocates: whether training prunes ranks to a budget shared by all layers.
         not_sharded: why layers cannot be sharded across processes; None if they can.
+        reads_base: whether it reads the weights of the base other than to multiply by them.
         on_norms: whether it adapts the vectors of norms instead of linear modules.
         on_embedding: whether it adapts the embedding table, and `lora.targets` must be empty.
         rank_setting: the setting that :meth:`rank` returns.
@@ -62,6 +63,7 @@ class AdapterSpec:
     not_on_biased: str | None = None
     allocates: bool = False
     not_sharded: str | None = None
+    reads_base: bool = False
     on_norms: bool = False
     on_embedding: bool = False
     rank_setting: str = "r"

@@ -66,6 +66,13 @@ class ModelConfig:
         aliases={"gradient_checkpointing": "Transformers and TRL, Axolotl and Unsloth"},
         example="'on'",
     )
+    offload: bool = setting(
+        False,  # the value of the setting, named by its position in the schema
+        "Keep the codes of the quantized base in host memory, and copy those of each layer to the "
+        "GPU when a pass reads them, so that a base need not fit into the GPU.",
+        changes=Effect.NOTHING,
+        only_if=unless("trainer.accelerator", "cpu", why="where the base is in host memory anyway"),
+    )
     kernels: Kernels = setting(
         Kernels.auto,
         "liger: Liger-Kernel (arXiv:2410.10989) computes the head with its loss, RoPE, RMSNorm and "

@@ -244,7 +244,13 @@ def _leaves(config: Any, prefix: str = "") -> list[str]:
 def _deletion_problems(key: str) -> Iterator[ConfigError]:
     parts = key.split(".")
     if parts[0] != "callbacks" or len(parts) != 2:  # noqa: PLR2004  # callbacks.<name>
-        yield ConfigError("cannot be removed", where=key, found=f"~{key}", expected="a value")
+        yield ConfigError(
+            "cannot be removed",
+            where=key,
+            found=f"~{key}",
+            expected="a value",
+            remedy=f"drop ~{key}, which leaves the default",
+        )
 
 
 def values_of(override: Override) -> list[Any]:
@@ -471,7 +477,9 @@ def with_moved_keys(texts: Sequence[str], *, multirun: bool) -> tuple[list[str],
     if not moved:
         return written, []
     what = ", ".join(f"{old} is now {new}" for old, new in moved.items())
-    command = shlex.join(["python", "-m", "mens_exp", *(["-m"] if multirun else []), *written])
+    deletions = tuple(f"~{new}" for new in moved.values())
+    kept = [text for text in written if text.partition("=")[0] not in deletions]
+    command = shlex.join(["python", "-m", "mens_exp", *(["-m"] if multirun else []), *kept])
     return written, [ConfigError(what, remedy=f"write {command}")]
 
 

@@ -42,6 +42,7 @@ class QuantizerSpec:
             adapter's record, as merges and error attribution require.
         starts_adapters: whether an adapter can be initialized from the quantization error.
         stays_whole: why weights cannot be sharded across processes; None if they can.
+        offloads: whether the codes of its layers can stay in host memory.
         settings: the settings of the `quant` group that it reads, except its name and the
             compute format.
         backends: supported backends.
@@ -64,6 +65,7 @@ class QuantizerSpec:
     is_made_again: bool = False
     starts_adapters: bool = False
     stays_whole: str | None = "nothing says how processes could hold parts of such weights"
+    offloads: bool = False
     settings: frozenset[str] = frozenset({"skip"})
     backends: tuple[str, ...] = ("qlora",)
     weights_per_core_s: float | None = None
@@ -128,6 +130,7 @@ class _FourBit(QuantizerSpec):
     is_made_again: bool = True
     starts_adapters: bool = True
     stays_whole: str | None = None
+    offloads: bool = True
     usual_double_quant: bool = True
     settings: frozenset[str] = frozenset(
         {"double_quant", "block_size", "storage_dtype", "skip", *PATTERNS}
@@ -183,6 +186,7 @@ class _Codebook(QuantizerSpec):
 
     in_blocks: bool = True
     is_made_again: bool = True
+    offloads: bool = True
     settings: frozenset[str] = frozenset({"block_size", "skip", *PATTERNS})
     weights_per_core_s: float | None = 1.8e7  # measured: NVFP4, the slowest, on one EPYC core
     zero_point_bits: int = 0  # per block

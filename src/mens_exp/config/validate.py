@@ -53,6 +53,7 @@ def problems_of(config: RunConfig) -> list[MensError]:
         graph.backend_problems,
         graph.quant_problems,
         training.sharded_problems,
+        training.offload_problems,
     )
     for rule in rules:
         problems += rule(config)

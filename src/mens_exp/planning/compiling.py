@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
 
-_BACKENDS = ("qlora", "lora", "full")  # transformers models whose forward pass is its own
+COMPILED, EAGER = "compiled", "eager"
 _LEAST_FRAC = 0.05  # of a step; less is within the noise of a shared machine
 _COMPILERS = ("g++", "clang++", "c++")  # torch's own candidates (torch/_inductor/config.py)
 
@@ -40,7 +40,7 @@ def why_not(config: RunConfig, *, kind: str) -> str | None:
         config: the run.
         kind: type of its device, such as ``cpu``.
     """
-    if config.backend.name not in _BACKENDS:
+    if not config.backend.spec.is_transformers:
         return f"backend={config.backend.name} has no decoder layers of transformers"
     if not config.data.packing:
         return "data.packing=false pads each micro-batch to a length of its own"
@@ -57,6 +57,28 @@ def has_compiler() -> bool:
     """Return whether torch finds a C++ compiler."""
     named = os.environ.get("CXX")
     return any(shutil.which(one) for one in ((named,) if named else _COMPILERS))
+
+
+def why_eager(config: RunConfig, *, kind: str, seconds: float | None) -> str | None:
+    """Return why the layers of a new run are not compiled; None if they are.
+
+    Args:
+        config: the run.
+        kind: type of its device.
+        seconds: estimated training time without compiling; None if unknown.
+    """
+    if config.trainer.compile is False:
+        return "trainer.compile=false"
+    reason = why_not(config, kind=kind)
+    if reason is not None or config.trainer.compile is True:
+        return reason
+    return why_not_worth(kind, seconds)
+
+
+def why_compiled(config: RunConfig) -> str:
+    """Return why the layers of a run are compiled."""
+    is_asked = config.trainer.compile is True
+    return "trainer.compile=true" if is_asked else "it pays, by the measured rates"
 
 
 def why_not_worth(kind: str, seconds_left: float | None) -> str | None:

@@ -12,7 +12,7 @@ from mens_exp.config.model import HfModel, teacher_of
 from mens_exp.config.schedule import warmup_steps
 from mens_exp.layout import hub
 from mens_exp.layout.shape import shape_of
-from mens_exp.planning import kernels, machine, messages, throughput_model
+from mens_exp.planning import compiling, kernels, machine, messages, throughput_model
 from mens_exp.planning.activations import proxy_stack
 from mens_exp.planning.checks.machine import findings, rate_warnings
 from mens_exp.planning.checks.model import codes_warnings, date_in_prompts, expert_warnings
@@ -88,6 +88,7 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
     written = disk(config, shape, cache, steps)
     errors, warnings = findings(config, device, expected.memory, written, cache)
     stack = proxy_stack(config, shape)
+    time_s = _time(config, expected, device, room, data, per_step)
     return {
         "format": "mens_exp_plan",
         "version": 1,
@@ -104,7 +105,7 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
         "warmup_steps": None if steps is None else warmup_steps(config.schedule, steps),
         "checkpoints": written.checkpoints_saved,
         "tokens_total": total,
-        "time_s": _time(config, expected, device, room, data, per_step)
+        "time_s": time_s
         | {
             "quantization": throughput_model.quantization_s(shape, device.kind, config.quant.spec),
             "comparison": throughput_model.comparison_s(shape, device.kind)
@@ -117,6 +118,7 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
         "disk_bytes": _disk(written, cache),
         "device": {"kind": device.kind, "name": device.name},
         "kernels": kernels.described(kernels.reasons(config, on_gpu=device.kind == "cuda")),
+        "compile": _compile(config, device, steps, time_s["step_s"]),
         "problems": [*map(str, errors), *(data.get("contract") or {}).get("refusals", ())],
         "comparison": messages.COMPARISON,
         "warnings": [
@@ -130,6 +132,17 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
         ],
         "measured": None,
     }
+
+
+def _compile(
+    config: RunConfig, device: machine.Machine, steps: int | None, step_s: float | None
+) -> dict[str, Any]:
+    """Return the decision on compiled layers, as a run records it."""
+    seconds = None if steps is None or step_s is None else steps * step_s
+    reason = compiling.why_eager(config, kind=device.kind, seconds=seconds)
+    if reason is not None:
+        return {"layers": compiling.EAGER, "reason": reason}
+    return {"layers": compiling.COMPILED, "reason": compiling.why_compiled(config)}
 
 
 def _split_warnings(data: dict[str, Any]) -> Iterator[str]:
@@ -252,7 +265,7 @@ def _disk(written: Disk, cache: Path) -> dict[str, Any]:
 
 def _lora(config: RunConfig) -> str:
     """Describe the adapter in one line; default values are omitted."""
-    if config.backend.name == "full":
+    if not config.backend.spec.has_adapter:
         return "none"
     lora = config.lora
     start = [f"starts from {lora.init.value}"] if not lora.init.spec.is_drawn else []

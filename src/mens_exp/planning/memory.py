@@ -148,12 +148,24 @@ def base_bits(quant: QuantConfig, shape: Shape) -> float:
     return bits / sum(one.out * one.width for one in inside)
 
 
+def offloaded_codes(config: RunConfig, shape: Shape) -> list[int]:
+    """Return the bytes of each layer's codes that `model.offload` keeps in host memory."""
+    if not config.model.offload:
+        return []
+    sizes = {one.path: one.out * one.width for one in linear_modules(shape)}
+    return [
+        -(-sizes[path] * one.spec.code_bits // 8)
+        for path, one in quantized_modules(config.quant, shape).items()
+        if one.spec.code_bits is not None
+    ]
+
+
 def dense_experts(config: RunConfig, shape: Shape) -> int:
     """Count the expert weights that stay in the compute format although the base is quantized.
 
     bitsandbytes quantizes linear modules, and transformers stores experts as tensors.
     """
-    is_whole = config.quant.is_quantized and config.backend.name != "proxy"
+    is_whole = config.quant.is_quantized and config.backend.spec.is_causal
     return shape.expert_parameters if is_whole else 0
 
 
@@ -178,10 +190,10 @@ def optimizer_bytes(config: RunConfig, shape: Shape) -> tuple[int, bool]:
 def _matrix_sides(config: RunConfig, shape: Shape) -> int:
     """Return rows and columns of all trained matrices, summed."""
     total = 0
-    if config.backend.name == "full" or trains_base(config.backend, config.model.source):
+    if not config.backend.spec.has_adapter or trains_base(config.backend, config.model.source):
         total += sum(one.out + one.width for one in linear_modules(shape))
         total += shape.vocab_size + shape.hidden_size  # the embedding; vectors are left out
-    if config.backend.name == "full":
+    if not config.backend.spec.has_adapter:
         return total
     stack = proxy_stack(config, shape)
     if stack is not None:
@@ -222,7 +234,7 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
     bits = base_bits(config.quant, shape)
     dense = dense_experts(config, shape)
     # If every weight is trained, the base is counted among the trained parameters.
-    frozen = 0 if config.backend.name == "full" else 1
+    frozen = int(config.backend.spec.has_adapter)
     teacher = _teacher(config, shape, kind, width)
     passes_before = config.objective.spec.passes_before(config.objective)
     components = {
@@ -230,7 +242,7 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
         **({EXPERTS_DENSE: frozen * dense * width} if dense else {}),
         **_original_weights(config, shape, bits),
         "embedding and head": frozen * shape.embedding_parameters * width,
-        "adapter": parameters * _F32 + round(_copied(config, shape, parameters) * width),
+        "adapter": parameters * _F32 + round(_copied(config, parameters) * width),
         "gradients": parameters * _F32,
         # Gradients are reduced in separate buckets, which together have the same size.
         **({BUCKETS: parameters * _F32} if config.trainer.world_size > 1 else {}),
@@ -254,6 +266,9 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
         coded = frozen_linears(config, shape) - dense if config.quant.spec.keeps_codes else 0
         plain = shape.parameters - coded
         components["weights file, mapped"] = round(_MAPPED * plain + coded * bits / 8)
+    if (codes := offloaded_codes(config, shape)) and not on_cpu:
+        components["base weights"] -= sum(codes)
+        components[OFFLOADED] = 2 * max(codes)  # the current ones, and those copied ahead
     components |= _comparison(config, shape, components, kept)
     if teacher and passes_before:  # the teacher is freed before the student is loaded
         beyond = teacher - (sum(components.values()) - components["framework"])
@@ -276,14 +291,15 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
         basis=f"by formula, {_process(config)} {'CPU' if on_cpu else 'CUDA'} process"
         + ("" if on_cpu else "; its allowance for the driver was never measured")
         + ("; activations are computed again" if again else "")
-        + ("; the optimizer's state is paged to host memory" if is_paged and not on_cpu else ""),
+        + ("; the optimizer's state is paged to host memory" if is_paged and not on_cpu else "")
+        + (f"; {sum(codes) / 2**30:.1f} GiB of codes are in host memory" if codes else ""),
     )
 
 
-def _copied(config: RunConfig, shape: Shape, parameters: int) -> int:
+def _copied(config: RunConfig, parameters: int) -> int:
     """Return the number of parameters that are copied to the compute format for products."""
     has_f32 = config.quant.compute_dtype is ComputeDtype.f32
-    if has_f32 and (config.backend.name == "full" or proxy_stack(config, shape) is not None):
+    if has_f32 and not config.backend.spec.adapts_model:
         return 0
     return parameters
 
@@ -322,7 +338,7 @@ def _compared_states(config: RunConfig, shape: Shape, width: int) -> dict[str, i
 
 def compares(config: RunConfig) -> bool:
     """Return whether the run compares its model with transformers before the first step."""
-    return config.data.contract.probe and config.backend.name != "proxy"
+    return config.data.contract.probe and config.backend.spec.is_causal
 
 
 def _comparison(
@@ -362,7 +378,7 @@ def _sums_of_experts(config: RunConfig, shape: Shape, *, width: int, again: bool
     PEFT computes with ``W + s·B A``, which the backward pass needs again and whose gradient is
     just as large; both exist for one layer at a time.
     """
-    if config.backend.name in {"full", "proxy"}:
+    if not config.backend.spec.adapts_model:
         return {}
     sizes: dict[int | None, int] = {}
     for one in modules_of(config, shape):
@@ -382,7 +398,7 @@ def _updates(config: RunConfig, shape: Shape, *, width: int, again: bool) -> dic
     Each is kept for the backward pass in the compute format. Computing one needs two more of the
     largest in f32.
     """
-    if config.backend.name in {"full", "proxy"}:
+    if not config.backend.spec.adapts_model:
         return {}
     lora, layers, largest = config.lora, dict[int | None, int](), 0
     for one in modules_of(config, shape):
@@ -397,7 +413,7 @@ def _updates(config: RunConfig, shape: Shape, *, width: int, again: bool) -> dic
 
 def _projections(config: RunConfig, shape: Shape, *, width: int) -> dict[str, int]:
     """Return the memory of random matrices that all layers of an adapter share."""
-    if config.backend.name in {"full", "proxy"}:
+    if not config.backend.spec.adapts_model:
         return {}
     sizes = [(one.out, one.width) for one in modules_of(config, shape)]
     found = config.lora.spec.projections(config.lora, sizes)
@@ -429,6 +445,7 @@ def _head_positions(config: RunConfig, shape: Shape, kind: str) -> int:
 
 
 EXPERTS_DENSE = "experts, not quantized"
+OFFLOADED = "offloaded codes, of two linear layers at a time"
 
 WHOLE = "base, whole while it is loaded or scored"
 # Layers that are unsharded at the same time: the current one, the prefetched one, and the
@@ -476,7 +493,7 @@ def in_parts(
 def trained_parameters(config: RunConfig, shape: Shape) -> int:
     """Count trained parameters; norms and biases only for a verified family."""
     base = shape.parameters + shape.small_parameters
-    if config.backend.name == "full":
+    if not config.backend.spec.has_adapter:
         return base
     stack = proxy_stack(config, shape)
     if stack is None:
@@ -490,8 +507,8 @@ def _completions(config: RunConfig, shape: Shape, width: int) -> dict[str, int]:
     """Return what answers of a suite take, with the weights that are dequantized for them."""
     found = {"completions": _COMPLETIONS}
     dequantized = frozen_linears(config, shape) * width
-    is_whole = config.backend.name == "qlora" and not is_in_parts(config)
-    is_kept = is_whole and dequantized <= MOST_DEQUANTIZED
+    is_whole = config.backend.spec.is_causal and not is_in_parts(config)
+    is_kept = is_whole and config.quant.is_quantized and dequantized <= MOST_DEQUANTIZED
     return found | ({"dequantized base, for completions": dequantized} if is_kept else {})
 
 
@@ -505,7 +522,7 @@ def frozen_linears(config: RunConfig, shape: Shape) -> int:
 
 def described_modules(config: RunConfig, shape: Shape) -> str:
     """Describe the adapted modules in one line."""
-    if config.backend.name == "full":
+    if not config.backend.spec.has_adapter:
         return "every weight"
     stack = proxy_stack(config, shape)
     if stack is None:

@@ -168,6 +168,7 @@ _CHECKS = (
     machine.check_quantizers,
     machine.check_kernels,
     machine.check_compiling,
+    machine.check_offload,
     check_data,
     model.check_backend,
     model.check_model,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mens_exp.config.quant import QuantConfig, StorageDtype
+from mens_exp.model.offload import codes_of
 from mens_exp.model.quiet import quiet
 from mens_exp.quant.binding import (
     Binding,
@@ -155,7 +156,10 @@ class _FourBit(_OfBitsandbytes):
 
     def dequantized(self, layer: Any) -> torch.Tensor:
         """Return the dequantized weight, f32 ``[O, I]``."""
-        return dequantized(layer.weight)
+        from bitsandbytes.functional import dequantize_4bit
+
+        values: torch.Tensor = dequantize_4bit(codes_of(layer), _state(layer))
+        return values.float()
 
     def round_trip(self, weight_OI: torch.Tensor, quant: QuantConfig) -> RoundTrip:
         """Quantize and dequantize a weight with the library's own functions."""
@@ -199,7 +203,7 @@ class _FourBit(_OfBitsandbytes):
         if state.nested:
             scales = dequantize_blockwise(scales, state.state2).add_(state.offset)
         found: torch.Tensor = torch.ops.bitsandbytes.dequantize_4bit.default(
-            layer.weight.data, scales, state.blocksize, state.quant_type, state.shape, dtype
+            codes_of(layer), scales, state.blocksize, state.quant_type, state.shape, dtype
         )
         return found
 

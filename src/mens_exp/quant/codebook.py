@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from mens_exp.config.quant import NESTED_BLOCK
+from mens_exp.model.offload import codes_of
 from mens_exp.model.quiet import quiet
 from mens_exp.model.stored_codes import E2M1_MAGNITUDES
 from mens_exp.quant.binding import DTYPES, Binding, RoundTrip, as_linear
@@ -413,7 +414,7 @@ class CodebookLinear(torch.nn.Linear):
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return the dequantized weight, ``[O, I]``."""
-        found = self.book.dequantize(self.weight, self.scales(), dtype)
+        found = self.book.dequantize(codes_of(self), self.scales(), dtype)
         return found if self.column_I is None else found[:, self.column_I]
 
     @property

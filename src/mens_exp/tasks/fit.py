@@ -466,8 +466,9 @@ def _reference_path(config: RunConfig, run: Run, base: BaseModel, module: Traini
     Weights do not define the model: config.json, and code next to it, determine its architecture.
     """
     graph = sorted([*base.directory.glob("*.py"), base.directory / "config.json"])
-    # A base to be sharded is complete only in host memory.
-    device = "cpu" if is_in_parts(config) else next(module.parameters()).device.type
+    # A base to be sharded or offloaded is complete only in host memory.
+    is_moved = is_in_parts(config) or config.model.offload
+    device = "cpu" if is_moved else next(module.parameters()).device.type
     key = {
         "base": run.manifest.inputs["base_weights_sha256"],
         "graph": {file.name: sha256_file(file) for file in graph},

@@ -40,6 +40,7 @@ from mens_exp.errors import RequestError, SetupError
 from mens_exp.layout.shape import shape_of
 from mens_exp.objective.distillation import KnownTeachers
 from mens_exp.planning.machine import ALONE
+from mens_exp.quant.binding import binding_of
 from mens_exp.training.adalora import RankAllocation
 from mens_exp.training.distributed import (
     StartedProcesses,
@@ -153,7 +154,7 @@ def build_backend(
         config: the whole configuration.
         base: the base model.
         rank: the rank of this process.
-        while_whole: called with the model before its base is sharded, if it is sharded.
+        while_whole: called with the model before its base is sharded or offloaded, if it is.
     """
     cls: Any = get_class(config.backend._target_)  # Hydra's own spelling
     host.collect_as_usual()
@@ -168,6 +169,10 @@ def build_backend(
 
     if is_sharded(config, rank):
         made = sharded(config, rank, device, whole)
+    elif config.model.offload and device.type == "cuda":
+        with binding_of(config.quant.spec).quantizing_on(device):
+            made = whole(torch.device("cpu"))
+        made.offload(device)
     else:
         made = cls(config, base, device)
     base.refuse_changed()

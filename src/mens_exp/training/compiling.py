@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from mens_exp.errors import SetupError
 from mens_exp.lora.keyed import LOWBIAS32, SFC64
-from mens_exp.planning.compiling import why_not, why_not_worth
+from mens_exp.planning.compiling import COMPILED, EAGER, why_compiled, why_eager, why_not
 from mens_exp.training.build import device_of
 
 if TYPE_CHECKING:
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
     from mens_exp.data.datamodule import RowsDataModule
     from mens_exp.training.module import RunRecord
-
-_COMPILED, _EAGER = "compiled", "eager"
 
 
 def compile_layers(
@@ -41,7 +39,7 @@ def compile_layers(
     facts = run.manifest.facts
     _draw_as_recorded(backend, facts)
     reason = _why_eager(config, run, data)
-    made: dict[str, Any] = {"layers": _EAGER, "reason": reason}
+    made: dict[str, Any] = {"layers": EAGER, "reason": reason}
     if reason is None:
         made = _compiled(config, cast("QloraBackend", backend), data)
     facts["compile"] = made
@@ -56,19 +54,16 @@ def _draw_as_recorded(backend: Backend, facts: dict[str, Any]) -> None:
 
 def _why_eager(config: RunConfig, run: RunRecord, data: RowsDataModule) -> str | None:
     """Return why the layers are not compiled; None if they are to be."""
-    asked, facts = config.trainer.compile, run.manifest.facts
+    facts = run.manifest.facts
     before = facts.get("compile")
-    if before is not None and before["layers"] == _EAGER:
+    if before is not None and before["layers"] == EAGER:
         return str(before["reason"])
     if before is None and "numerics" in facts:
         return "the run was started by a release that compiled none"
-    if asked is False:
-        return "trainer.compile=false"
     kind = device_of(config.trainer.accelerator).type
-    reason = why_not(config, kind=kind)
-    if reason is not None or asked is True or before is not None:
-        return reason
-    return why_not_worth(kind, _seconds(run, data))
+    if before is not None:
+        return why_not(config, kind=kind)
+    return why_eager(config, kind=kind, seconds=_seconds(run, data))
 
 
 def _seconds(run: RunRecord, data: RowsDataModule) -> float | None:
@@ -86,8 +81,7 @@ def _compiled(config: RunConfig, backend: QloraBackend, data: RowsDataModule) ->
     except SetupError as error:
         if config.trainer.compile is True:
             raise
-        return {"layers": _EAGER, "reason": f"{error.what}: {error.found}"}
+        return {"layers": EAGER, "reason": f"{error.what}: {error.found}"}
     seconds = round(time.perf_counter() - start, 1)
-    asked = config.trainer.compile is True
-    why = "trainer.compile=true" if asked else "it pays, by the measured rates"
-    return {"layers": _COMPILED, "reason": why, "graphs": graphs, "seconds": seconds}
+    reason = why_compiled(config)
+    return {"layers": COMPILED, "reason": reason, "graphs": graphs, "seconds": seconds}

@@ -208,6 +208,8 @@ def _reference(module: TrainingModule, trial: _Trial, first: Batch) -> Reference
         return None, "the graph is not one of transformers"
     if any(map(is_in_parts, backend.parameters())):
         return None, "the base is in parts; the first process compares it before"
+    if backend.offloaded_bytes:
+        return None, "the base is in host memory, and is compared before it is offloaded"
     wanted, free = f32_bytes(backend), free_bytes(next(backend.parameters()).device)
     if free is not None and wanted > free:
         gib = f"{wanted / 2**30:.1f} GiB of f32 weights, {free / 2**30:.1f} GiB free"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from mens_exp.config.backend import has_frozen_base
+from mens_exp.config.backend import has_frozen_base, names_where
 from mens_exp.config.data import RowsData
 from mens_exp.config.model import teacher_of
 from mens_exp.config.objective import OBJECTIVES
@@ -259,9 +259,6 @@ def _single_device(config: RunConfig) -> Iterator[ConfigError]:
         ).error(f"{where}.device", device)
 
 
-_BACKENDS = ("qlora", "lora")  # backends with a frozen transformers model as base
-
-
 def can_be_sharded(config: RunConfig) -> bool:
     """Return whether a run supports trainer=fsdp, regardless of how codes are stored."""
     return next(_of_the_run(config), None) is None
@@ -273,7 +270,7 @@ def sharded_problems(config: RunConfig) -> Iterator[ConfigError]:
         return
     yield from _of_the_run(config)
     quant = config.quant
-    if config.backend.name not in _BACKENDS or "storage_dtype" not in quant.spec.settings:
+    if not config.backend.spec.adapts_transformers or "storage_dtype" not in quant.spec.settings:
         return
     if quant.storage_dtype.value != quant.compute_dtype.value:
         yield ConfigError(
@@ -286,12 +283,12 @@ def sharded_problems(config: RunConfig) -> Iterator[ConfigError]:
 
 
 def _of_the_run(config: RunConfig) -> Iterator[ConfigError]:
-    if config.backend.name not in _BACKENDS:
+    if not config.backend.spec.adapts_transformers:
         yield ConfigError(
             "has no frozen base of decoder layers to shard",
             where="backend",
             found=config.backend.name,
-            expected=" or ".join(_BACKENDS),
+            expected=" or ".join(names_where(lambda one: one.adapts_transformers)),
             remedy="choose trainer=ddp",
         )
         return
@@ -340,6 +337,56 @@ def _of_the_run(config: RunConfig) -> Iterator[ConfigError]:
         )
 
 
+def offload_problems(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield the parts of a run that need the codes of the base on the device."""
+    if not config.model.offload:
+        return
+    quant, lora = config.quant, config.lora
+    without = "set model.offload=false"
+    if not config.backend.spec.adapts_transformers or not quant.is_quantized:
+        yield ConfigError(
+            "there are no codes of a frozen base to offload",
+            where="model.offload",
+            found=f"true with backend={config.backend.name} quant={quant.quant_type.value}",
+            expected="backend=qlora",
+            remedy=without,
+        )
+        return
+    kinds = dict.fromkeys([quant.quant_type, *quant.type_pattern.values()])
+    if fixed := [one.value for one in kinds if not one.spec.offloads]:
+        yield ConfigError(
+            "its layers need their codes on the device",
+            where="quant.quant_type",
+            found=", ".join(fixed),
+            expected="nf4, fp4, or a quantizer of codebooks, with model.offload=true",
+            remedy=f"choose quant=nf4, or {without}",
+        )
+    if lora.spec.reads_base:
+        yield ConfigError(
+            "this adapter method reads the base's weights, which are in host memory",
+            where="lora.variant",
+            found=lora.spec.name,
+            expected="a method that only multiplies by them, such as lora, with model.offload=true",
+            remedy=without,
+        )
+    if lora.start_changes_base:
+        yield ConfigError(
+            "this initialization replaces weights of the base, which are in host memory",
+            where="lora.init",
+            found=lora.init.value,
+            expected="default, or loftq with lora.loftq_iters=1, with model.offload=true",
+            remedy=without,
+        )
+    if config.trainer.sharing is Strategy.fsdp:
+        yield ConfigError(
+            "sharding puts the base on the devices already",
+            where="model.offload",
+            found="true with trainer=fsdp",
+            expected="one of the two",
+            remedy=f"choose trainer=ddp, or {without}",
+        )
+
+
 def objective_problems(config: RunConfig) -> Iterator[ConfigError]:
     """Yield the problems of `objective`."""
     settings, spec = config.objective, config.objective.spec
@@ -374,20 +421,17 @@ def objective_problems(config: RunConfig) -> Iterator[ConfigError]:
     yield from spec.problems(settings, room)
 
 
-_WITH_TEACHER = ("qlora", "lora", "full")  # backends that compute all positions of a causal model
-
-
 def _teacher_problems(config: RunConfig) -> Iterator[ConfigError]:
     """Yield the reasons why a run cannot learn from a teacher."""
     teacher = teacher_of(config.objective, config.model)
     if teacher is None:
         return
-    if config.backend.name not in _WITH_TEACHER:
+    if not config.backend.spec.is_transformers:
         yield ConfigError(
             f"objective={config.objective.name} needs the graph of a causal model",
             where="backend",
             found=config.backend.name,
-            expected=", ".join(_WITH_TEACHER),
+            expected=", ".join(names_where(lambda one: one.is_transformers)),
             remedy="choose backend=qlora",
         )
     if teacher is config.model and not config.quant.is_quantized:

@@ -37,7 +37,7 @@ from mens_exp.planning.forecast import (
     forecast,
 )
 from mens_exp.planning.machine import may_use_gpu, of_torchrun
-from mens_exp.planning.memory import WHOLE, is_in_parts
+from mens_exp.planning.memory import WHOLE, is_in_parts, offloaded_codes
 from mens_exp.rows.cache import cache_root
 
 if TYPE_CHECKING:
@@ -254,6 +254,31 @@ def check_kernels(config: RunConfig) -> Iterator[SetupError]:
     )
 
 
+def check_offload(config: RunConfig) -> Iterator[SetupError]:
+    """Yield an error if the base is to be offloaded without a GPU, or the host cannot hold it."""
+    if not config.model.offload or any(range_problems(config.model)):
+        return
+    codes = sum(offloaded_codes(config, shape_of(config.model)))
+    if device_of_plan(config).kind != "cuda":
+        yield SetupError(
+            "there is no device to offload the base from",
+            where="model.offload",
+            found="true, on a CPU",
+            expected="a CUDA GPU",
+            remedy="set model.offload=false: on a CPU, the base is in host memory",
+        )
+    total = machine.look("cpu").total_bytes
+    on_each = codes * config.trainer.devices
+    if total is not None and on_each > total:
+        yield SetupError(
+            "the host cannot hold the base",
+            where="model.offload",
+            found=f"{on_each / 2**30:.1f} GiB of codes, {total / 2**30:.1f} GiB of memory",
+            expected="host memory for the codes of each process",
+            remedy="choose a smaller base, or trainer.devices=1",
+        )
+
+
 def check_compiling(config: RunConfig) -> Iterator[SetupError]:
     """Yield an error if compiled layers were requested and cannot be had."""
     if config.trainer.compile is not True:
@@ -286,7 +311,7 @@ def rate_warnings(config: RunConfig, shape: Shape) -> Iterator[str]:
                 "not a rate itself. Next: leave optim.lr at 1, and tune optim.d_coef"
             )
         return
-    if config.backend.name in {"full", "proxy"} or shape.parameters < _FEWEST:
+    if not config.backend.spec.adapts_model or shape.parameters < _FEWEST:
         return
     published = _RATE if shape.parameters < _MANY else _RATE_OF_MANY
     usual = published / config.optim.usual_parts
