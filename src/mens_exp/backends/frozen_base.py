@@ -291,10 +291,15 @@ class FrozenWeights:
     """The weights of linear layers of a frozen base, for `lora.linear`.
 
     A layer is known if it is a plain linear layer, or if its binding's ``multiplies`` is true.
+
+    Attributes:
+        in_fp8: whether training multiplies by them in FP8, except by the head; evaluation never
+            does.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_fp8: bool = False) -> None:
         """Start without a cached layer."""
+        self.in_fp8, self._head = in_fp8, None
         self._bindings: dict[Any, Binding | None] = {}  # a lookup in each forward is too slow
         self._kept: dict[tuple[Any, torch.dtype], torch.Tensor] | None = None
 
@@ -350,13 +355,20 @@ class FrozenWeights:
         weight: torch.Tensor = layer.weight.to(dtype)
         return weight if isinstance(layer, torch.nn.Linear) else weight.t()
 
-    def take_over(self, model: torch.nn.Module) -> None:
+    def are_in_fp8(self, layer: Any) -> bool:
+        """Return whether training multiplies by a layer's weight in FP8."""
+        return self.in_fp8 and layer is not self._head
+
+    def take_over(self, model: Any) -> None:
         """Replace the forward of linear layers with one that uses `frozen_linear` where it helps.
 
         ``del module.forward`` undoes it.
         """
         from transformers.pytorch_utils import Conv1D
 
+        if self.in_fp8:
+            head = model.get_output_embeddings()
+            self._head = getattr(head, "base_layer", head)
         for module in model.modules():
             if isinstance(module, torch.nn.Linear | Conv1D) and not hasattr(module, "lora_A"):
                 module.forward = _FrozenForward(module, self)  # type: ignore[method-assign]
@@ -371,7 +383,7 @@ class _FrozenForward:
     """Forward of a frozen linear layer: `frozen_linear` where that helps, else its own.
 
     It helps if products are rounded, or if the dequantized weight is kept. Layers whose codes are
-    in host memory need it.
+    in host memory, or that train in FP8, need it.
     """
 
     def __init__(self, layer: Any, weights: FrozenWeights) -> None:
@@ -380,11 +392,15 @@ class _FrozenForward:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         weights, layer, dtype = self.weights, self.layer, products_dtype(x)
-        is_ours = is_rounded(dtype, x.device) or weights.are_kept(layer) or is_offloaded(layer)
+        in_fp8 = weights.are_in_fp8(layer) and torch.is_grad_enabled()
+        is_ours = (
+            is_rounded(dtype, x.device) or weights.are_kept(layer) or is_offloaded(layer) or in_fp8
+        )
         if not is_ours or not weights.are_known(layer):
             found: torch.Tensor = self.own(x)
             return found
-        y = frozen_linear(x, functools.partial(weights.of, layer), layer.bias)
+        of_layer = functools.partial(weights.of, layer)
+        y = frozen_linear(x, of_layer, layer.bias, in_fp8=in_fp8)
         return y.to(x.dtype) if hasattr(layer.weight, "quant_state") else y
 
 

@@ -124,7 +124,7 @@ class QloraBackend(torch.nn.Module):
         )
         adapted = [(one, self.layers[one.logical]) for one in plain]
         self.dropouts = self.method.dropouts(config, adapted)
-        self.weights = FrozenWeights()
+        self.weights = FrozenWeights(in_fp8=config.model.fp8)
         self.weights.take_over(self.causal_lm)
         together = self.shape.family.verified
         self.inputs = self.method.take_over(adapted, self.weights, together=together)
@@ -471,6 +471,8 @@ class QloraBackend(torch.nn.Module):
         """
         device = next(self.model.parameters()).device
         own = "rounded from f32" if is_rounded(self.compute_dtype, device) else "own"
+        if self.weights.in_fp8:
+            own = "frozen weights in FP8, a scale per row 1"
         return {
             "adapters": "projections of an input together 1" if self.inputs else "PEFT's",
             "attention": "blocks of queries 2"

@@ -73,6 +73,12 @@ class ModelConfig:
         changes=Effect.NOTHING,
         only_if=unless("trainer.accelerator", "cpu", why="where the base is in host memory anyway"),
     )
+    fp8: bool = setting(
+        False,  # as above
+        "Multiply by the frozen weights of decoder layers in FP8 (e4m3, one scale per row of each "
+        "operand) in training, on a GPU of compute capability 8.9 or later. The head, validation "
+        "and answers use quant.compute_dtype.",
+    )
     kernels: Kernels = setting(
         Kernels.auto,
         "liger: Liger-Kernel (arXiv:2410.10989) computes the head with its loss, RoPE, RMSNorm and "

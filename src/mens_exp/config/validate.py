@@ -54,6 +54,7 @@ def problems_of(config: RunConfig) -> list[MensError]:
         graph.quant_problems,
         training.sharded_problems,
         training.offload_problems,
+        training.fp8_problems,
     )
     for rule in rules:
         problems += rule(config)

@@ -21,7 +21,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from mens_exp.lora.keyed import Dropped, KeyedDropout
-from mens_exp.model.kernels import add_product, linear, product, products_dtype
+from mens_exp.model.kernels import (
+    add_gradient,
+    add_product,
+    linear,
+    product,
+    products_dtype,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -37,6 +43,9 @@ class Weights(Protocol):
 
     def of(self, layer: Any, dtype: torch.dtype) -> torch.Tensor:
         """Return W, ``[O, I]``, in a dtype."""
+
+    def are_in_fp8(self, layer: Any) -> bool:
+        """Return whether training multiplies by a layer's weight in FP8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +202,9 @@ class _Lora(torch.autograd.Function):
         low_MS = product(dropped_MI, copies.A_SI.t())
         outputs = []
         for one, B_OR in zip(shared.projections, copies.B_OR, strict=True):
-            y_MO = linear(x_MI, shared.weights.of(one.base, x_MI.dtype), _bias(one, x_MI))
+            weight_OI = shared.weights.of(one.base, x_MI.dtype)
+            in_fp8 = shared.weights.are_in_fp8(one.base)
+            y_MO = linear(x_MI, weight_OI, _bias(one, x_MI), in_fp8=in_fp8)
             outputs.append(add_product(y_MO, low_MS[:, one.rows], B_OR.t()))
         ctx.save_for_backward(dropped_MI, low_MS, dropped.bits)
         ctx.shared, ctx.mask, ctx.copies = shared, dropped.mask, copies
@@ -226,7 +237,9 @@ class _Lora(torch.autograd.Function):
                 mask.clear(of_x_MI, bits)
             for one, g_MO in zip(shared.projections, upstream, strict=True):
                 if g_MO is not None:
-                    add_product(of_x_MI, g_MO, shared.weights.of(one.base, g_MO.dtype))
+                    weight_OI = shared.weights.of(one.base, g_MO.dtype)
+                    in_fp8 = shared.weights.are_in_fp8(one.base)
+                    add_gradient(of_x_MI, g_MO, weight_OI, in_fp8=in_fp8)
         return of_x_MI, None, None, *of_pairs
 
 

@@ -61,6 +61,7 @@ _LATER: dict[str, Any] = {
     "quant.block_size_pattern": {},
     "quant.double_quant_pattern": {},
     "quant.levels": [],
+    "model.fp8": False,
     "objective.dft": False,
     "objective.hidden_layers": None,
     "objective.hidden_weight": 0.0,

@@ -169,6 +169,7 @@ _CHECKS = (
     machine.check_kernels,
     machine.check_compiling,
     machine.check_offload,
+    machine.check_fp8,
     check_data,
     model.check_backend,
     model.check_model,

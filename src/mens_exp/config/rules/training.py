@@ -13,7 +13,7 @@ from mens_exp.config.data import RowsData
 from mens_exp.config.model import teacher_of
 from mens_exp.config.objective import OBJECTIVES
 from mens_exp.config.objective_spec import PRECOMPUTED
-from mens_exp.config.quant import PATTERNS
+from mens_exp.config.quant import PATTERNS, ComputeDtype
 from mens_exp.config.rules.suite import scorecard_of
 from mens_exp.config.trainer import (
     BY_CLASS,
@@ -385,6 +385,42 @@ def offload_problems(config: RunConfig) -> Iterator[ConfigError]:
             expected="one of the two",
             remedy=f"choose trainer=ddp, or {without}",
         )
+
+
+def fp8_problems(config: RunConfig) -> Iterator[ConfigError]:
+    """Yield the parts of a run that cannot multiply in FP8."""
+    if not config.model.fp8:
+        return
+    quant, lora, backend = config.quant, config.lora, config.backend
+    spec = quant.spec
+    is_ours = spec.offloads or spec.keeps_codes or not spec.is_quantized
+    holds = {
+        "backend": (
+            backend.spec.adapts_transformers,
+            backend.name,
+            " or ".join(names_where(lambda one: one.adapts_transformers)),
+        ),
+        "quant.compute_dtype": (
+            quant.compute_dtype is ComputeDtype.bf16,
+            quant.compute_dtype.value,
+            "bf16, from which FP8 is rounded",
+        ),
+        "quant.quant_type": (is_ours, spec.name, "a quantizer that keeps inputs in bf16, or none"),
+        "lora.variant": (
+            not lora.spec.reads_base,
+            lora.spec.name,
+            "a method that only multiplies by the base, such as lora",
+        ),
+    }
+    for where, (is_so, found, expected) in holds.items():
+        if not is_so:
+            yield ConfigError(
+                "products with the base cannot be in FP8",
+                where=where,
+                found=found,
+                expected=f"{expected}, with model.fp8=true",
+                remedy="set model.fp8=false",
+            )
 
 
 def objective_problems(config: RunConfig) -> Iterator[ConfigError]:

@@ -174,6 +174,7 @@ _FAR = 4.0  # factor, in either direction; unverified guess
 
 
 _HAS_MUON = Version("2.9")
+_HAS_FP8 = Version("8.9")  # compute capability; from NVIDIA's table of tensor cores
 
 
 def check_optimizer(config: RunConfig) -> Iterator[MensError]:
@@ -276,6 +277,23 @@ def check_offload(config: RunConfig) -> Iterator[SetupError]:
             found=f"{on_each / 2**30:.1f} GiB of codes, {total / 2**30:.1f} GiB of memory",
             expected="host memory for the codes of each process",
             remedy="choose a smaller base, or trainer.devices=1",
+        )
+
+
+def check_fp8(config: RunConfig) -> Iterator[SetupError]:
+    """Yield an error if the device does not multiply in FP8."""
+    device = device_of_plan(config)
+    if not config.model.fp8:
+        return
+    has_fp8 = device.capability is None or Version(device.capability) >= _HAS_FP8
+    if device.kind != "cuda" or not has_fp8:
+        capability = "" if has_fp8 else f", compute capability {device.capability}"
+        yield SetupError(
+            "the device does not multiply in FP8",
+            where="model.fp8",
+            found=f"{device.name}{capability}",
+            expected="a CUDA GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell)",
+            remedy="set model.fp8=false",
         )
 
 
