@@ -134,6 +134,25 @@ def test_advantages_are_rewards_against_the_group():
     assert groups_of(encoded(pairs), RewardScale.none).advantages[-2:].tolist() == [1, -1]
 
 
+@pytest.mark.parametrize("truncation", ["left", "right"])
+def test_groups_are_those_of_whole_prompts(truncation):
+    """Answers of different lengths leave different parts of a prompt, here equal ones of two."""
+    tail = "x" * 60
+    pairs = [
+        TrainingPair(prompt=f"{n}{tail}", response="a" * length, fields=(("reward", reward),))
+        for n in range(2)
+        for length, reward in ((5, n), (5, n), (9, 1 - n), (14, n))
+    ]
+    how = Labelling(objective="grpo", seq_len=40 if truncation == "left" else 200)
+    documents = encode(pairs, VoxTokenizer(), replace(how, truncation=truncation))
+    assert documents.truncated == (8 if truncation == "left" else 0)
+    found = groups_of(documents, RewardScale.none)
+    assert (found.groups, found.equal) == (2, 0)
+    # By hand: means of 0.25 and 0.75.
+    expected = [-0.25, -0.25, 0.75, -0.25, 0.25, 0.25, -0.75, 0.25]
+    assert found.advantages.tolist() == expected
+
+
 def test_another_system_prompt_is_another_group():
     """Each answer is then alone in its group."""
     pairs = [replace(one, system=f"s{n}") for n, one in enumerate(rows((1, 0)))]

@@ -19,7 +19,7 @@ from mens_exp.objective.preference import (
     log_of_rest,
     segments,
 )
-from mens_exp.rows.documents import Labelling
+from mens_exp.rows.documents import Labelling, spans
 from mens_exp.rows.encode import encode
 from mens_exp.rows.schema import TrainingPair
 from mens_exp.tokenizer.implementations import VoxTokenizer
@@ -205,8 +205,29 @@ def test_an_answer_stands_beside_that_of_a_row_with_another_prompt():
     assert labels == [1, 0, -1, 0, 1, 0, 1, 0]
 
 
+@pytest.mark.parametrize(("many", "last"), [(5, "ed"), (4, "dc"), (1, "aa")])
+def test_no_row_is_left_alone_by_the_size_of_a_part(monkeypatch, many, last):
+    """The last of five, encoded two at a time, has the answer of the row before it."""
+    monkeypatch.setattr("mens_exp.rows.documents.ROWS_TOGETHER", 2)
+    rows = [wanted(f"p{n}", "abcde"[n]) for n in range(many)]
+    found = spelled(encode(rows, VoxTokenizer(), Labelling(objective="kto", seq_len=200)))
+    assert found[-2:] == list(last)
+    assert found[::2] == list("abcde"[:many])
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes"),
+    [(0, []), (1, [1]), (2, [2]), (4, [4]), (5, [5]), (6, [4, 2]), (9, [4, 5]), (12, [4, 4, 4])],
+)
+def test_parts_have_a_row_more_rather_than_a_single_one(rows, sizes):
+    """They cover all rows in order."""
+    found = spans(rows, 4)
+    assert [part.stop - part.start for part in found] == sizes
+    assert [n for part in found for n in range(rows)[part]] == list(range(rows))
+
+
 def test_a_row_that_is_alone_has_its_own_answer_twice():
-    """There is no other row."""
+    """There is no other row; a plan shows it like that, and a run refuses it."""
     documents = encode([wanted("p", "a")], VoxTokenizer(), Labelling(objective="kto", seq_len=200))
     assert spelled(documents) == ["a", "a"]
 

@@ -114,6 +114,25 @@ def test_template_that_drops_tools_is_told_before_the_run(
     assert preflight(tiny_config(*given, f"tokenizer.chat_template={template}")) == []
 
 
+@pytest.mark.parametrize(("side", "role"), [("path", "train on"), ("val_path", "validate on")])
+def test_a_row_without_another_is_refused_where_it_would_stand_in_for_it(
+    tiny_config, tmp_path, side, role
+):
+    """KTO would take a row's own answer for another row's."""
+    words = ["data=jsonl", "objective=kto"]
+    for name in ("path", "val_path"):
+        many = 1 if name == side else 3
+        file = tmp_path / f"{name}.jsonl"
+        lines = [
+            json.dumps({"prompt": f"{name} {n}", "completion": f"a{n}", "label": n % 2 == 0})
+            for n in range(many)
+        ]
+        file.write_text("\n".join(lines), "utf-8")
+        words.append(f"data.{name}={file}")
+    problem = only(tiny_config(*words))
+    assert problem.found == f"the only row to {role}"
+
+
 @pytest.mark.parametrize("objective", ["dpo", "kto"])
 def test_rows_of_ours_without_what_the_objective_reads_are_refused(tiny_config, objective):
     """A built-in source has no preferences; no run is started."""

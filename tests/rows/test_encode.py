@@ -178,7 +178,7 @@ def test_rows_encoded_some_at_a_time_are_those_encoded_together(tokenizer, monke
     """Encoding in parts equals encoding at once, even if some parts have no documents."""
     rows = [TrainingPair(prompt="p" * (9 * i), response="r" * (i + 1)) for i in range(1, 8)]
     together = encoded(tokenizer, *rows, seq_len=60)
-    monkeypatch.setattr("mens_exp.rows.encode.ROWS_TOGETHER", 2)
+    monkeypatch.setattr("mens_exp.rows.documents.ROWS_TOGETHER", 2)
     apart = encoded(tokenizer, *rows, seq_len=60)
     for name in ("ids", "supervised", "offsets"):
         one, other = getattr(apart, name), getattr(together, name)

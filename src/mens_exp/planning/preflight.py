@@ -17,7 +17,7 @@ from mens_exp.corpus.given_rows import given_in, refuse_unsteady
 from mens_exp.corpus.row_files import read_own
 from mens_exp.corpus.source import labelling_of, load_rows
 from mens_exp.corpus.split import asked
-from mens_exp.errors import ConfigError, MensError, Problems
+from mens_exp.errors import ConfigError, DataError, MensError, Problems
 from mens_exp.layout.model_cache import ready_directory
 from mens_exp.planning.checks import adapter, classes, machine, model
 from mens_exp.planning.contract import contract_of
@@ -83,6 +83,15 @@ def _refuse_unlearned(config: RunConfig, rows: Rows) -> None:
     if config.objective.spec.compares_groups and not rows.sides_sha256:  # a run reads large files
         refuse_single_answers(rows.train)
         refuse_single_answers(rows.val)
+    for name, side in (("train on", rows.train), ("validate on", rows.val)):
+        if documents.needs_another_row and len(side) == 1:
+            raise DataError(
+                f"objective={config.objective.name} reads a prompt with another row's answer too",
+                where=side[0].name,
+                found=f"the only row to {name}",
+                expected="two rows or more",
+                remedy="raise data.val_frac, or give more rows",
+            )
 
 
 _TRIED_ROWS = 1_000  # of each side, so that a plan takes a second; a run checks all rows

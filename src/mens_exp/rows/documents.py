@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -29,6 +30,21 @@ if TYPE_CHECKING:
 # Number of rows encoded at a time. Their texts are in memory, and RowDocuments.prepared receives
 # them, so the documents of objective=kto depend on this number. Unverified guess.
 ROWS_TOGETHER: Final = 2048
+
+
+def spans(rows: int, size: int | None = None) -> list[slice]:
+    """Return parts of a number of rows, none of a single row unless there is only one.
+
+    Args:
+        rows: number of rows.
+        size: rows in each part, the last of which may have one more; None is `ROWS_TOGETHER`.
+    """
+    starts = list(range(0, rows, size or ROWS_TOGETHER))
+    if rows > 1 and rows - starts[-1] == 1:
+        del starts[-1]
+    return [slice(start, end) for start, end in pairwise([*starts, rows])]
+
+
 _ARRAYS: Final = ("ids", "supervised", "offsets")
 _EXTRA: Final = "extra_"  # prefix of a further value's name in stored arrays
 
@@ -194,6 +210,8 @@ class RowDocuments:
     """Whether documents end as the template does, with nothing appended."""
     follows_prompts = True
     """Whether documents begin with the prompts used in evaluation."""
+    needs_another_row = False
+    """Whether documents of a row depend on another row of its side."""
     together = 1
     """Number of consecutive documents that stay together in a micro-batch."""
     extra: tuple[str, ...] = ()
@@ -375,6 +393,7 @@ class _Labelled(_Pair):
 
     fields = frozenset({LABEL})
     extra = ("label",)
+    needs_another_row = True
 
     def prepared(self, pairs: Sequence[TrainingPair]) -> Sequence[TrainingPair]:
         """Return the rows, each with another row's answer as a further field."""
@@ -425,6 +444,7 @@ class _Weighted(RowDocuments):
         self.inner, self.field = inner, field_name
         self.only_answers, self.as_rendered = inner.only_answers, inner.as_rendered
         self.follows_prompts, self.together = inner.follows_prompts, inner.together
+        self.needs_another_row = inner.needs_another_row
         self.extra = (*inner.extra, WEIGHT)
         self.fields = inner.fields | {field_name}
 

@@ -32,13 +32,13 @@ import numpy as np
 from mens_exp.errors import DataError, Problems, SetupError
 from mens_exp.rows import files
 from mens_exp.rows.documents import (
-    ROWS_TOGETHER,
     Document,
     Encoded,
     Ending,
     Labelling,
     arrays_of,
     opened,
+    spans,
 )
 from mens_exp.rows.readers import WrongRows
 
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from mens_exp.rows.answers import Answer, TextEncoder
     from mens_exp.rows.schema import TrainingPair
 
-ENCODING_VERSION = 6  # increment when ids, masks or counts of the same row change
+ENCODING_VERSION = 7  # increment when ids, masks or counts of the same row change
 MOST_BAD_ROWS = 20  # rendered before a refusal
 _SHORTEST = 2  # minimum tokens, so that one can be predicted
 
@@ -73,8 +73,8 @@ def encode(pairs: Sequence[TrainingPair], encoder: TextEncoder, labelling: Label
         SetupError: an installed objective cannot be used.
     """
     parts, rows = [], labelling.rows
-    for start in range(0, len(pairs), ROWS_TOGETHER):
-        read = list(pairs[start : start + ROWS_TOGETHER])  # this reads rows that are on disk
+    for part in spans(len(pairs)):
+        read = list(pairs[part])  # this reads rows that are on disk
         for pair in read:
             rows.check(pair)  # report only the first row, since the others have the same problem
         some = rows.prepared(read)
@@ -341,8 +341,8 @@ def encode_parts(
     if len(pairs) < _POOL_FROM:
         return [encode(pairs, encoder, labelling)]
     shards = {
-        kept / f"{start:012}-{len(pairs)}-{_SHARD}": pairs[start : start + _SHARD]
-        for start in range(0, len(pairs), _SHARD)
+        kept / f"{part.start:012}-{len(pairs)}-{_SHARD}": pairs[part]
+        for part in spans(len(pairs), _SHARD)
     }
     missing = {shard: rows for shard, rows in shards.items() if _open_shard(shard) is None}
     if usable_cores() < 2:  # noqa: PLR2004  # a single core is used by this process

@@ -1,15 +1,15 @@
 """Documents of sampled answers with rewards, and the advantage of each over its group.
 
 A group is all answers to one prompt on one side of the split. Answers belong to the same group if
-their documents have the same tokens before the answer.
+their documents have the same tokens before the answer, before any are truncated.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from mens_exp.rows.documents import Encoded, Ending, Labelling
     from mens_exp.rows.schema import TrainingPair
 
+PROMPT: Final = ("prompt_0", "prompt_1", "prompt_2")
+"""Further values of each token: a hash of the prompt, 24 bits each, which f32 holds exactly."""
 _LEAST_SPREAD = 1e-4  # added to the standard deviation, as in TRL
 
 
@@ -31,7 +33,7 @@ class _Rewarded(RowDocuments):
     """A row with the reward of its last answer, which is supervised."""
 
     fields = frozenset({REWARD})
-    extra = (REWARD,)
+    extra = (REWARD, *PROMPT)
 
     def check(self, pair: TrainingPair) -> None:
         """Refuse a row without a prompt or a reward, or whose reward is not a number.
@@ -62,13 +64,20 @@ class _Rewarded(RowDocuments):
     def documents_of(
         self, pair: TrainingPair, endings: Sequence[Ending], labelling: Labelling
     ) -> list[Document]:
-        """Return one document, each token with the reward."""
+        """Return one document, each token with the reward and a hash of the whole prompt."""
         del labelling
         reward = number_of(pair, REWARD)
         assert reward is not None, "rows are checked before"
-        return [
-            Document(own.ids, marked(own), {REWARD: [reward] * len(own.ids)}) for own in endings
-        ]
+        return [_rewarded(own, reward) for own in endings]
+
+
+def _rewarded(own: Ending, reward: float) -> Document:
+    prompt = np.asarray(own.ids[: own.start], np.int32).tobytes()
+    found = hashlib.sha256(prompt).digest()
+    parts = [float(int.from_bytes(found[3 * n : 3 * n + 3])) for n in range(len(PROMPT))]
+    values = {REWARD: reward, **dict(zip(PROMPT, parts, strict=True))}
+    extra = {name: [value] * len(own.ids) for name, value in values.items()}
+    return Document(own.ids, marked(own), extra)
 
 
 REWARDED = _Rewarded()
@@ -128,11 +137,12 @@ def groups_of(documents: Encoded, scale: RewardScale) -> Groups:
     Raises:
         DataError: a prompt has only one answer.
     """
-    members: dict[bytes, list[int]] = {}
-    for number, (start, end) in enumerate(pairwise(documents.offsets)):
-        answer = start + int(documents.supervised[start:end].argmax())
-        members.setdefault(documents.ids[start:answer].tobytes(), []).append(number)
-    rewards = documents.extra[REWARD][documents.offsets[1:] - 1].astype(np.float64)
+    last = documents.offsets[1:] - 1
+    members: dict[tuple[float, ...], list[int]] = {}
+    prompts = zip(*(documents.extra[name][last].tolist() for name in PROMPT), strict=True)
+    for number, prompt in enumerate(prompts):
+        members.setdefault(prompt, []).append(number)
+    rewards = documents.extra[REWARD][last].astype(np.float64)
     if alone := sum(len(one) == 1 for one in members.values()):
         raise _without_others("data", alone, len(members))
     advantages, equal = np.zeros(len(rewards)), 0

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from mens_exp.rows.answers import TextEncoder
-from mens_exp.rows.documents import ROWS_TOGETHER
+from mens_exp.rows.documents import ROWS_TOGETHER, spans
 from mens_exp.rows.encode import ANCHORS, encode, text_parts
 from mens_exp.rows.files import release_pages
 from mens_exp.rows.shapes import Role, Shape, contents_of, shape_of_answer
@@ -115,8 +115,8 @@ def role_counts(
         labelling: the labelling, as used by `encode`.
     """
     counter = _Counter(documents, encoder, labelling)
-    for start in range(0, len(pairs), ROWS_TOGETHER):
-        counter.take(start, list(pairs[start : start + ROWS_TOGETHER]))
+    for part in spans(len(pairs)):
+        counter.take(part.start, list(pairs[part]))
         release_pages(documents.ids, documents.supervised)
     found = counter.found
     if found.why_unknown is None and found.documents < len(documents):
@@ -131,8 +131,13 @@ def supervised_tokens(
     """Count the tokens of rows that would be supervised without a length limit."""
     endless = dataclasses.replace(labelling, seq_len=2**31 - 1)
     rest, total = iter(pairs), 0
-    while some := list(itertools.islice(rest, ROWS_TOGETHER)):
+    some = list(itertools.islice(rest, ROWS_TOGETHER))
+    while some:
+        following = list(itertools.islice(rest, ROWS_TOGETHER))
+        if len(following) == 1:  # as in `spans`
+            some, following = some + following, []
         total += int(encode(some, encoder, endless).supervised.sum())
+        some = following
     return total
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lightning import Callback
 
 from mens_exp.artifacts.digest import digest, sha256_bytes
+from mens_exp.rows.rewards import PROMPT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -123,7 +124,7 @@ def _chained(chain: str, batch: Batch) -> str:
         batch.attention_mask_BT,
         batch.predict_M,
         batch.targets_M,
-        *(batch.extra[name] for name in sorted(batch.extra)),
+        *(batch.extra[name] for name in sorted(batch.extra.keys() - PROMPT)),
     ):
         for piece in _pieces(part):
             sha256.update(piece)
