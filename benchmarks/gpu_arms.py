@@ -53,6 +53,7 @@ R, ALPHA, RATE = 16, 16, 2e-4
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 STD = 0.02  # of the weights, as in Llama's initialization
 OURS, UNCHECKPOINTED = "mens_exp", "mens_exp without checkpointing"
+FP8 = "mens_exp in FP8"
 LIGER = "mens_exp with Liger-Kernel"  # our other arms run without it
 TRL, UNSLOTH = "TRL", "Unsloth"
 NEEDS = {
@@ -183,7 +184,7 @@ def main() -> None:
     turns = Turns(place, slot_of(arm), chosen, on_gpu=on_gpu)
     own = place / slot_of(arm)
     own.mkdir()
-    if arm in {OURS, UNCHECKPOINTED, LIGER}:
+    if arm in {OURS, UNCHECKPOINTED, FP8, LIGER}:
         _train_ours(arm, turns, own)
     elif arm == TRL:
         _train_trl(turns, own)
@@ -210,6 +211,7 @@ def composed(arm: str, shape: Shape, rows: Path, *, on_gpu: bool) -> Cell:
     device = "trainer=gpu" if on_gpu else "trainer=cpu"
     overrides = [*shape.model, *ALIKE, *sizes, f"data.val_max_tokens={shape.seq_len}"]
     overrides.append(f"model.kernels={'liger' if arm == LIGER else 'torch'}")
+    overrides.append(f"model.fp8={arm == FP8}")
     checked = check(
         [*overrides, device, f"data.path={rows}", f"model.gradient_checkpointing={recomputes}"]
     )

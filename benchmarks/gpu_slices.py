@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import gpu_arms
 import record
-from gpu_arms import OURS, UNCHECKPOINTED, UNSLOTH
+from gpu_arms import FP8, OURS, UNCHECKPOINTED, UNSLOTH
 from gpu_results import Card, Found, Goal, Slice, State
 from record import Better, Figure
 
@@ -256,6 +256,10 @@ def _arms(name: str, job: Job, missing: dict[str, str]) -> Iterator[str]:
     yield OURS
     if name == "2x2048":
         yield UNCHECKPOINTED
+    if job.is_dry or _has_fp8():
+        yield FP8
+    else:
+        missing[FP8] = "needs compute capability 8.9"
     for arm, needs in gpu_arms.NEEDS.items():
         lacking = [one for one in needs if importlib.util.find_spec(one) is None]
         if lacking:
@@ -264,6 +268,12 @@ def _arms(name: str, job: Job, missing: dict[str, str]) -> Iterator[str]:
             missing[arm] = "needs a CUDA device"
         else:
             yield arm
+
+
+def _has_fp8() -> bool:
+    import torch
+
+    return torch.cuda.get_device_capability() >= (8, 9)
 
 
 def _take_turns(

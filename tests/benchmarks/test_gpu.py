@@ -95,6 +95,7 @@ def test_libraries_are_stepped_in_turns(name, dry):
     memory = figures["mens_exp: peak memory"]
     assert memory["reference"] == "the plan's figure"
     assert 0 < memory["reference_value"] < 1
+    assert figures["mens_exp beside mens_exp in FP8: speed"]["ratio"] > 0
     liger = "mens_exp with Liger-Kernel"
     if find_spec("liger_kernel") is None:
         assert one["missing"][liger].startswith("not installed: liger_kernel")
