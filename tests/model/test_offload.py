@@ -8,6 +8,8 @@ import weakref
 import pytest
 import torch
 
+from mens_exp import cli
+from mens_exp.artifacts.manifest import Manifest
 from mens_exp.config.lora import ADAPTERS
 from mens_exp.config.overrides import check
 from mens_exp.data.batch import packed_batch
@@ -21,6 +23,7 @@ from mens_exp.planning.checks.machine import check_offload
 from mens_exp.planning.machine import Machine
 from mens_exp.planning.memory import offloaded_codes
 from mens_exp.quant.layers import quantized_linears
+from mens_exp.training import build
 
 GPU = Machine(kind="cuda", name="GPU", total_bytes=1 << 33, free_bytes=1 << 33)
 
@@ -115,6 +118,8 @@ def test_an_offloaded_base_gives_the_same_numbers(tiny_backend, elsewhere, batch
     prompts = [[5, 6, 7], [8, 9]]
     answers = [one.generate(prompts, max_new_tokens=4, end_ids={0}) for one in (here, there)]
     assert answers[0] == answers[1]
+    kept = {one.data_ptr() for one in elsewhere[0].held.values()}
+    assert not kept & {one.data_ptr() for one in there.parameters()}  # Lightning moves these
     assert there.facts()["offloaded_bytes"] == elsewhere[0].stored_bytes > 0
     assert "offloaded_bytes" not in here.facts()
 
@@ -194,6 +199,7 @@ REFUSED = {
     "backend=lora quant=none": "model.offload",
     "lora.variant=dora": "lora.variant",
     "lora.init=pissa": "lora.init",
+    "lora.init=eva": "lora.init",
     "trainer=fsdp trainer.devices=2": "model.offload",
     "trainer=cpu": "model.offload",
 }
@@ -247,3 +253,29 @@ def test_memory_that_cannot_be_locked_is_named(monkeypatch):
     with pytest.raises(SetupError, match=r"3.0 GiB of free host memory") as error:
         offload._page_locked(Codes(), Codes.nbytes)
     assert "CUDA error: out of memory" in str(error.value)
+
+
+def test_a_whole_run_has_the_bytes_of_one_that_is_not_offloaded(train_in, tmp_path, elsewhere):
+    """Lightning, checkpoints, validation, the PEFT directory, and a resumed run."""
+    real = build.build_backend
+
+    def offloaded(*given, **named):
+        backend = real(*given, **named)
+        backend.offload(CPU)
+        return backend
+
+    adapters = {}
+    for name in ("here", "there"):
+        with pytest.MonkeyPatch.context() as patch:
+            if name == "there":
+                patch.setattr(build, "build_backend", offloaded)
+            run = train_in(tmp_path / name, "trainer.max_steps=2")
+            assert cli.main([f"resume={run.path}", "trainer.max_steps=4"]) == 0
+        adapters[name] = (run.adapter / "adapter.safetensors").read_bytes()
+        results = Manifest.read(run.manifest).results
+        adapters[f"{name} results"] = [
+            results[one] for one in ("base_val_loss", "tuned_val_loss", "peft_view_difference_f32")
+        ]
+    assert len(elsewhere) == 2
+    assert adapters["there"] == adapters["here"]
+    assert adapters["there results"] == adapters["here results"]

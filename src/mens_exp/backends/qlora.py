@@ -141,18 +141,11 @@ class QloraBackend(torch.nn.Module):
             SetupError: the system cannot lock so much memory.
         """
         layers = quantized_linears(self.causal_lm).values()
-        codes = {id(layer.weight) for layer in layers}
-        for module in self.modules():
-            for parameter in module._parameters.values():  # noqa: SLF001  # .to() moves all
-                if parameter is not None and id(parameter) not in codes:
-                    parameter.data = parameter.data.to(device)
-            for name, buffer in module._buffers.items():  # noqa: SLF001
-                if buffer is not None:
-                    module._buffers[name] = buffer.to(device)  # noqa: SLF001
+        self.offloaded_bytes = HostCodes(layers, device).stored_bytes
+        self.to(device)  # the codes are parameters no longer
         for layer in layers:
             if (state := getattr(layer.weight, "quant_state", None)) is not None:
-                state.to(device)  # not a parameter of the module
-        self.offloaded_bytes = HostCodes(layers, device).stored_bytes
+                state.to(device)
 
     def use_kernels(self, why_not: Mapping[Part, str | None], *, kind: str = "cuda") -> None:
         """Use Liger's kernels on a kind of device; see `LigerKernels`."""

@@ -39,6 +39,9 @@ class HostCodes:
 
     The order in which passes read layers repeats from one micro-batch to the next. The layer that
     followed the last `_CONTEXT` reads is expected to follow them again; a wrong guess costs a copy.
+
+    The codes are no parameters of their modules any more, because Lightning moves parameters to the
+    device.
     """
 
     def __init__(self, layers: Collection[Any], device: torch.device) -> None:
@@ -61,6 +64,7 @@ class HostCodes:
         for layer in layers:
             if self._stream is not None:
                 layer.weight.data = _page_locked(layer.weight.data, self.stored_bytes)
+            vars(layer)["weight"] = layer._parameters.pop("weight")  # noqa: SLF001  # no public name
             layer.host_codes = self
 
     def on_device(self, layer: Any) -> torch.Tensor:

@@ -369,9 +369,9 @@ def offload_problems(config: RunConfig) -> Iterator[ConfigError]:
             expected="a method that only multiplies by them, such as lora, with model.offload=true",
             remedy=without,
         )
-    if lora.start_changes_base:
+    if lora.start_changes_base or lora.init.spec.from_rows:
         yield ConfigError(
-            "this initialization replaces weights of the base, which are in host memory",
+            "this initialization reads or replaces weights of the base, which are in host memory",
             where="lora.init",
             found=lora.init.value,
             expected="default, or loftq with lora.loftq_iters=1, with model.offload=true",
