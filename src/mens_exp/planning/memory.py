@@ -27,6 +27,7 @@ from mens_exp.layout.targets import (
     described,
     quantized_modules,
 )
+from mens_exp.planning import messages
 from mens_exp.planning.activations import BUCKET, modules_of, proxy_stack, saved_bytes
 
 if TYPE_CHECKING:
@@ -292,7 +293,7 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
         + ("" if on_cpu else "; its allowance for the driver was never measured")
         + ("; activations are computed again" if again else "")
         + ("; the optimizer's state is paged to host memory" if is_paged and not on_cpu else "")
-        + (f"; {sum(codes) / 2**30:.1f} GiB of codes are in host memory" if codes else ""),
+        + (f"; {messages.size(sum(codes))} of codes are in host memory" if codes else ""),
     )
 
 

@@ -274,7 +274,7 @@ def check_offload(config: RunConfig) -> Iterator[SetupError]:
         yield SetupError(
             "the host cannot hold the base",
             where="model.offload",
-            found=f"{on_each / 2**30:.1f} GiB of codes, {total / 2**30:.1f} GiB of memory",
+            found=f"{messages.size(on_each)} of codes, {messages.size(total)} of memory",
             expected="host memory for the codes of each process",
             remedy="choose a smaller base, or trainer.devices=1",
         )
