@@ -4,23 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from live_adapters import training_pass
 
 from mens_exp.data.batch import packed_batch
-from mens_exp.objective.causal import CrossEntropy
 from mens_exp.quant.layers import quantized_linears
 
 QLORA = ("trainer=gpu", "lora.dropout=0", "model.kernels=torch")
-
-
-def passed(backend, batch):
-    backend.train()
-    backend.begin(batch.index)
-    loss = CrossEntropy("causal", 16)(backend(batch), batch.targets_M, backend.head).total
-    loss.backward()
-    found = {name: one.grad.clone() for name, one in backend.trainable().items()}
-    for one in backend.trainable().values():
-        one.grad = None
-    return loss.detach(), found
 
 
 @pytest.mark.parametrize("checkpointing", ["on", "off"])
@@ -39,8 +28,8 @@ def test_an_offloaded_base_gives_the_same_numbers(
     assert all(one.weight.data.is_pinned() for one in layers)
     assert {one.device.type for one in there.parameters()} == {"cuda"}
     for _ in range(4):
-        (ours, mine), (theirs, known) = passed(there, batch), passed(here, batch)
-        assert torch.equal(ours, theirs)
+        (ours, mine), (theirs, known) = training_pass(there, batch), training_pass(here, batch)
+        assert ours == theirs
         assert all(torch.equal(mine[name], known[name]) for name in known)
 
 
@@ -52,9 +41,9 @@ def test_the_device_holds_two_layers_of_codes(tiny_backend, random_documents):
     peaks = []
     for more in ([], ["model.offload=true"]):
         backend = tiny_backend(*settings, *more)
-        passed(backend, batch)
+        training_pass(backend, batch)
         torch.cuda.reset_peak_memory_stats()
-        passed(backend, batch)
+        training_pass(backend, batch)
         peaks.append(torch.cuda.max_memory_allocated())
         sizes = [one.weight.data.nbytes for one in quantized_linears(backend.causal_lm).values()]
         del backend

@@ -14,7 +14,6 @@ from mens_exp.errors import SetupError
 from mens_exp.layout.families import FAMILIES
 from mens_exp.lora.keyed import LOWBIAS32
 from mens_exp.model import compiled
-from mens_exp.objective.causal import CrossEntropy
 
 LENGTHS = (11, 6, 40, 1, 19, 33)
 PACKINGS = ([0], [2, 4], [4, 2], [0, 1, 2, 3, 4, 5], [5, 5, 5], [1, 5], [3, 1, 5])
@@ -26,18 +25,6 @@ def batches(random_documents):
     documents = random_documents(LENGTHS, [length - 1 for length in LENGTHS])
     chosen = [[0, 1, 2, 3, 4], *PACKINGS]
     return [packed_batch(documents, [one], index=n) for n, one in enumerate(chosen)]
-
-
-def passed(backend, batch):
-    """Return the loss and the gradients of a training pass."""
-    backend.train()
-    backend.begin(batch.index)
-    loss = CrossEntropy("causal", 16)(backend(batch), batch.targets_M, backend.head).total
-    loss.backward()
-    found = {name: one.grad.clone() for name, one in backend.trainable().items()}
-    for parameter in backend.trainable().values():
-        parameter.grad = None
-    return float(loss.detach()), found
 
 
 def error(found, truth):
@@ -65,11 +52,11 @@ families = [
 def test_every_family_has_the_gradients_of_eager_layers(name, family_backend, batches):
     """In f32, to 1e-5, in packings of one to six documents, none of which needs a new graph."""
     backend = family_backend(name)
-    eager = [passed(backend, batch) for batch in batches]
+    eager = [live_adapters.training_pass(backend, batch) for batch in batches]
     assert backend.compile_layers(batches[0]) > 0
     graphs = counters["stats"]["unique_graphs"]
     for batch, (loss, gradients) in zip(batches, eager, strict=True):
-        found = passed(backend, batch)
+        found = live_adapters.training_pass(backend, batch)
         assert found[0] == pytest.approx(loss, rel=1e-5)
         assert error(found[1], gradients) < 1e-5
     assert counters["stats"]["unique_graphs"] == graphs
@@ -111,7 +98,7 @@ def test_bf16_layers_are_as_near_to_an_f32_pass_as_eager_ones(overrides, tiny_ba
         backend.draw_with(LOWBIAS32)
         if kind == "compiled":
             backend.compile_layers(batches[0])
-        found[kind] = [passed(backend, batch) for batch in batches[1:5]]
+        found[kind] = [live_adapters.training_pass(backend, batch) for batch in batches[1:5]]
     for truth, eager, ours in zip(*found.values(), strict=True):
         errors = [error(one[1], truth[1]) for one in (eager, ours)]
         assert 0 < errors[1] < 1.25 * errors[0]
@@ -140,7 +127,7 @@ def test_compiling_changes_nothing_but_training_passes(tiny_backend, batches):
 def test_a_model_that_cannot_be_compiled_is_as_it_was(tiny_backend, batches, monkeypatch):
     """The error names the reason; layers, masks and facts are those of an eager model."""
     backend = tiny_backend(live=True)
-    facts, expected = backend.facts(), passed(backend, batches[1])
+    facts, expected = backend.facts(), live_adapters.training_pass(backend, batches[1])
 
     def fails(*_, **__):
         raise RuntimeError("no such instruction\nand more")
@@ -150,7 +137,7 @@ def test_a_model_that_cannot_be_compiled_is_as_it_was(tiny_backend, batches, mon
         with pytest.raises(SetupError, match=r"cannot compile the decoder layers.*no such instr"):
             backend.compile_layers(batches[0])
     assert backend.facts() == facts
-    again = passed(backend, batches[1])
+    again = live_adapters.training_pass(backend, batches[1])
     assert again[0] == expected[0]
     assert error(again[1], expected[1]) == 0
 

@@ -7,12 +7,12 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from live_adapters import training_pass
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mens_exp.config.overrides import check
 from mens_exp.data.batch import packed_batch
 from mens_exp.model.kernels import add_gradient, fp8_product, linear
-from mens_exp.objective.causal import CrossEntropy
 from mens_exp.planning.checks.machine import check_fp8
 from mens_exp.planning.machine import Machine
 from mens_exp.quant.layers import quantized_linears
@@ -91,29 +91,21 @@ def batch(random_documents):
     return packed_batch(random_documents((40, 30, 58), (39, 29, 57)), [[0, 1, 2]], index=0)
 
 
-def passed(backend, batch):
-    backend.train()
-    backend.begin(batch.index)
-    loss = CrossEntropy("causal", 16)(backend(batch), batch.targets_M, backend.head).total
-    loss.backward()
-    found = {name: one.grad.clone() for name, one in backend.trainable().items()}
-    for one in backend.trainable().values():
-        one.grad = None
-    return float(loss.detach()), torch.cat([one.flatten() for one in found.values()])
-
-
 @pytest.mark.parametrize("lora", ["lora=all_linear", "lora=qv", "lora=lm_head"])
 def test_training_multiplies_by_every_frozen_weight_in_fp8(tiny_backend, batch, lora):
     """Forward and backward, with an adapter or without; validation does not."""
     ours, theirs = (tiny_backend(lora, f"model.fp8={on}", live=True) for on in ("true", "false"))
     with Counted() as counted:
-        loss, gradient = passed(ours, batch)
+        loss, found = training_pass(ours, batch)
     layers = quantized_linears(ours.causal_lm)
     # No gradient passes below the first adapter, which the inputs of q, k and v of layer 0 are.
     below = sum(name.startswith("model.layers.0.self_attn") for name in layers) - 1
     below = len(layers) if lora == "lora=lm_head" else below
     assert counted.products["_scaled_mm"] == 2 * len(layers) - below
-    expected, known = passed(theirs, batch)
+    expected, others = training_pass(theirs, batch)
+    gradient, known = (
+        torch.cat([one.flatten() for one in each.values()]) for each in (found, others)
+    )
     assert loss == pytest.approx(expected, rel=0.02)
     assert loss != expected
     assert float((gradient - known).norm() / known.norm()) < 0.2
