@@ -19,6 +19,7 @@ from itertools import pairwise
 
 import pytest
 
+from mens_exp import cli
 from mens_exp.export import serving
 from mens_exp.model.quiet import quiet as quiet_transformers
 
@@ -149,6 +150,66 @@ def test_tokens_are_drawn_from_the_whole_vocabulary(server, directory):
     for least in (0, 1e-300):
         assert set(first_tokens(server, 3, temperature=least)) == {texts[int(logits.argmax())]}
     assert len(set(first_tokens(server, 30, top_p=0.99))) > 10
+
+
+SAMPLED = {"prompt": "Hello", "max_tokens": 12, "temperature": 1.5}
+
+
+def sampled_here(directory, seed):
+    """Sample with transformers in this process, as a request of `SAMPLED` asks."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with quiet_transformers(), torch.inference_mode(), torch.random.fork_rng():
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        ids = tokenizer(SAMPLED["prompt"], return_tensors="pt")
+        settings = {"do_sample": True, "temperature": SAMPLED["temperature"], "top_k": 0}
+        torch.manual_seed(seed)
+        whole = model.generate(**ids, **settings, max_new_tokens=SAMPLED["max_tokens"])
+    return tokenizer.decode(whole[0, ids.input_ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_a_seeded_answer_does_not_depend_on_requests_that_arrive_meanwhile(server, directory):
+    """Equal to transformers' own sampling, one after another and all at once, streamed or not."""
+
+    def text(seed, *, is_streamed=False):
+        body = {**SAMPLED, "seed": seed, "stream": is_streamed}
+        with connected(server) as one:
+            one.sendall(posted(TEXT, body))
+            said = answer(one)[2].decode()
+        events = [line.removeprefix("data: ") for line in said.split("\n") if line]
+        return "".join(
+            json.loads(event)["choices"][0].get("text") or ""
+            for event in events
+            if event != "[DONE]"
+        )
+
+    expected = [sampled_here(directory, seed) for seed in range(8)]
+    assert len(set(expected)) == len(expected)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda seed: text(seed, is_streamed=seed % 2 == 1), range(8)))
+    assert found == expected
+    assert [text(seed) for seed in range(8)] == expected
+
+
+def test_an_evaluation_over_the_server_repeats_at_any_batch_size(server, tmp_path, capsys):
+    """The recorded seed of an answer decides it, even while other answers are waiting."""
+    items = tmp_path / "items.jsonl"
+    asks = [{"id": str(n), "prompt": f"Hello {n}", "expected": "x"} for n in range(6)]
+    items.write_text("".join(json.dumps(one) + "\n" for one in asks))
+    command = ["task=evaluate", "path=base", "suite=jsonl", f"suite.path={items}"]
+    command += ["eval.engine=openai", f"eval.base_url={server.url}", "eval.model=tiny"]
+    command += ["eval.temperature=1.5", "suite.max_new_tokens=12"]
+    found = []
+    for place, batch_size in enumerate((1, 4, 4)):
+        out = tmp_path / str(place)
+        wanted = [f"suite.batch_size={batch_size}", f"hydra.run.dir={out}"]
+        assert cli.main([*command, *wanted]) == 0, capsys.readouterr().err
+        events = map(json.loads, (out / "events.jsonl").read_text("utf-8").splitlines())
+        found.append({one["item_id"]: one["completion"] for one in events})
+    assert len(set(found[0].values())) == len(asks)
+    assert found[1] == found[2] == found[0]
 
 
 @pytest.mark.parametrize("penalties", [{"frequency_penalty": 0.1}, {"presence_penalty": 1.5}])

@@ -184,6 +184,7 @@ class App:
         generation = Generation(
             frequency_penalty=wanted.pop("frequency_penalty", 0.0),
             presence_penalty=wanted.pop("presence_penalty", 0.0),
+            seed=wanted.pop("seed", None),  # transformers' handlers would seed on arrival
             stops=tuple([stop] if isinstance(stop, str) else stop),
         )
         CURRENT.set(generation)

@@ -42,12 +42,14 @@ class Generation:
         ended: event that stops it.
         frequency_penalty: subtracted from a token's logit for each time that it was generated.
         presence_penalty: subtracted once if it was generated at all.
+        seed: seed of sampling; None keeps the generator as it is.
         stops: texts that end the answer and are not part of it.
     """
 
     ended: threading.Event = field(default_factory=threading.Event)
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    seed: int | None = None
     stops: tuple[str, ...] = ()
 
     def before_stop(self, text: str) -> tuple[str, bool]:
@@ -223,6 +225,8 @@ class _Model:
             named["generation_config"].max_new_tokens = 1
         if (streamer := named.get("streamer")) is not None:
             named["streamer"] = _Streamer(streamer, self._tokenizer)
+        if (seed := self._generation.seed) is not None:
+            torch.manual_seed(seed)  # in the single generation thread: torch has one generator
         return self._model.generate(**named, stopping_criteria=criteria, logits_processor=penalties)
 
 
