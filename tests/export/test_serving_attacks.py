@@ -193,6 +193,15 @@ def test_a_seeded_answer_does_not_depend_on_requests_that_arrive_meanwhile(serve
     assert [text(seed) for seed in range(8)] == expected
 
 
+def test_a_seed_does_not_reach_the_next_request(server):
+    """A request without a seed is answered with a new one, also after a request with a seed."""
+    answers = []
+    for _ in range(2):
+        asked(server, TEXT, {**SAMPLED, "seed": 5})
+        answers.append(asked(server, TEXT, SAMPLED)[1]["choices"][0]["text"])
+    assert answers[0] != answers[1]
+
+
 def test_an_evaluation_over_the_server_repeats_at_any_batch_size(server, tmp_path, capsys):
     """The recorded seed of an answer decides it, even while other answers are waiting."""
     items = tmp_path / "items.jsonl"

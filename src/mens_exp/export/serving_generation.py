@@ -42,7 +42,7 @@ class Generation:
         ended: event that stops it.
         frequency_penalty: subtracted from a token's logit for each time that it was generated.
         presence_penalty: subtracted once if it was generated at all.
-        seed: seed of sampling; None keeps the generator as it is.
+        seed: seed of sampling; None draws a seed from the system.
         stops: texts that end the answer and are not part of it.
     """
 
@@ -225,8 +225,10 @@ class _Model:
             named["generation_config"].max_new_tokens = 1
         if (streamer := named.get("streamer")) is not None:
             named["streamer"] = _Streamer(streamer, self._tokenizer)
-        if (seed := self._generation.seed) is not None:
-            torch.manual_seed(seed)  # in the single generation thread: torch has one generator
+        if (seed := self._generation.seed) is None:
+            torch.seed()
+        else:  # here, in the single generation thread, as torch has one generator for all requests
+            torch.manual_seed(seed)
         return self._model.generate(**named, stopping_criteria=criteria, logits_processor=penalties)
 
 
