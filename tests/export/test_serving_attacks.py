@@ -267,6 +267,36 @@ def test_a_stop_text_ends_the_answer_and_is_no_part_of_it(server, stream):
     assert choice["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_an_answer_that_ends_with_its_last_allowed_token_has_stopped(
+    server, directory, path, stream
+):
+    """`length` is for answers that were cut off: an end token or a stop is the end of an answer."""
+
+    def ending(max_tokens, **fields):
+        about = {"messages": HELLO} if path == CHAT else {"prompt": "Hello"}
+        body = good(**about, **fields, max_tokens=max_tokens, stream=stream)
+        with connected(server) as one:
+            one.sendall(posted(path, body))
+            said = answer(one)[2].decode()
+        *_, last = [line for line in said.split("\n") if line and "[DONE]" not in line]
+        found = json.loads(last.removeprefix("data: "))
+        return found["usage"]["completion_tokens"], found["choices"][0]["finish_reason"]
+
+    answered = asked(server, TEXT, good(prompt="Hello", max_tokens=9))[1]["choices"][0]["text"]
+    if path == CHAT:
+        said = asked(server, CHAT, good(messages=HELLO, max_tokens=9))[1]["choices"][0]
+        answered = said["message"]["content"]
+        config = json.loads((directory / "config.json").read_text())
+        bias = {"logit_bias": {str(config["eos_token_id"]): 100}}
+        assert [ending(most, **bias) for most in (1, 2)] == [(1, "stop"), (1, "stop")]
+    stop = next(one for one in reversed(answered) if one.isascii())
+    tokens, reason = ending(9, stop=stop)
+    assert (reason, ending(tokens, stop=stop)) == ("stop", (tokens, "stop"))
+    assert ending(tokens) == (tokens, "length")
+
+
 def test_a_special_token_that_is_a_stop_ends_the_answer():
     """Clients use chat-template markers as stops, which decoding removes from the text."""
     import torch
