@@ -26,6 +26,7 @@ from mens_exp.model.quiet import quiet as quiet_transformers
 TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant', 'tool'] %}"
     "{{ raise_exception('no such role') }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if tools and not drops_tools %}{{ tools | tojson }}{% endif %}"
 )
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -839,6 +840,18 @@ def test_a_model_is_told_of_no_tool_where_none_may_be_called():
 
     assert tools() == tools(tool_choice="auto") == [TOOL]
     assert tools(tool_choice="none") is None
+
+
+def test_tools_that_the_template_drops_are_refused(server):
+    """The prompt is the same without them, so the model could never call one."""
+    body = good(messages=HELLO, tools=[TOOL])
+    length = asked(server, CHAT, body)[1]["usage"]["prompt_tokens"]
+    assert length > asked(server, CHAT, good(messages=HELLO))[1]["usage"]["prompt_tokens"] + 20
+    body["chat_template_kwargs"] = {"drops_tools": True}
+    status, said = asked(server, CHAT, body)
+    assert (status, said["error"]["param"]) == (400, "tools")
+    assert "the chat template drops the request's tools" in error_of(said)
+    assert asked(server, CHAT, {**body, "tool_choice": "none"})[0] == 200
 
 
 def test_the_end_does_not_wait_for_answers(directory):
