@@ -193,6 +193,10 @@ def _architecture_problems(config: Any, where: str) -> list[MensError]:
         must("scale_attn_by_inverse_layer_idx", {False})
         return found
     must("hidden_act", {"silu"})
+    # llama.cpp reads optional biases for the architecture llama alone:
+    # https://github.com/ggml-org/llama.cpp/tree/master/src/models (llama.cpp, qwen3.cpp)
+    if config.model_type == "qwen3":
+        must("attention_bias", {False})
     kind = config.rope_parameters["rope_type"]
     if kind not in _ROPE:
         found.append(
