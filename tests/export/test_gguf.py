@@ -193,6 +193,8 @@ def test_linear_scaling_is_a_value_of_the_header(source_of, tmp_path):
             "scaling of the rotary frequencies .* found dynamic",
         ),
         ("qwen3", {"attention_bias": True}, "attention_bias has no equivalent in GGUF"),
+        ("qwen2", {"rope_parameters": LLAMA_3}, "expected default or linear"),
+        ("qwen3", {"rope_parameters": LLAMA_3}, "expected default or linear"),
         ("llama", {"num_hidden_layers": 3}, r"layers\.2\..*found no such tensor"),
         ("llama", {"num_hidden_layers": 1}, "is not a tensor of the model"),
         ("llama", {"num_key_value_heads": 4}, r"k_proj.*weights disagree|weights disagree"),
