@@ -184,6 +184,7 @@ def _architecture_problems(config: Any, where: str) -> list[MensError]:
                     where=where,
                     found=getattr(config, name),
                     expected=" or ".join(sorted(map(str, accepted))),
+                    remedy=_INSTEAD,
                 )
             )
 
@@ -207,6 +208,7 @@ def _architecture_problems(config: Any, where: str) -> list[MensError]:
                 where=f"{where}: rope_parameters",
                 found=kind,
                 expected=" or ".join(sorted(accepted)),
+                remedy=_INSTEAD,
             )
         )
     return found
