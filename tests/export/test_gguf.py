@@ -141,18 +141,20 @@ def test_a_tied_model_with_another_head_is_refused(source_of, tmp_path):
     assert "output.weight" not in tensors(tmp_path / "m.gguf")
 
 
+LLAMA_3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
 def test_llama_3_scaling_is_written_as_factors(source_of, tmp_path):
     """By hand: wavelengths below 8192/4 stay, those above 8192 are divided by 8, others blended."""
     source = copied(source_of("llama"), tmp_path / "m")
-    rope = {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    changed(source, "config.json", rope_parameters=rope)
+    changed(source, "config.json", rope_parameters=LLAMA_3)
     write_gguf(source, tmp_path / "m.gguf", GgufDtype.f32)
     factors = tensors(tmp_path / "m.gguf")["rope_freqs.weight"].data
     width = 2 * len(factors)
@@ -190,6 +192,9 @@ def test_linear_scaling_is_a_value_of_the_header(source_of, tmp_path):
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
             "scaling of the rotary frequencies .* found dynamic",
         ),
+        ("qwen3", {"attention_bias": True}, "attention_bias has no equivalent in GGUF"),
+        ("qwen2", {"rope_parameters": LLAMA_3}, "expected default or linear"),
+        ("qwen3", {"rope_parameters": LLAMA_3}, "expected default or linear"),
         ("llama", {"num_hidden_layers": 3}, r"layers\.2\..*found no such tensor"),
         ("llama", {"num_hidden_layers": 1}, "is not a tensor of the model"),
         ("llama", {"num_key_value_heads": 4}, r"k_proj.*weights disagree|weights disagree"),

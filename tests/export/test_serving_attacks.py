@@ -19,12 +19,14 @@ from itertools import pairwise
 
 import pytest
 
+from mens_exp import cli
 from mens_exp.export import serving
 from mens_exp.model.quiet import quiet as quiet_transformers
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant', 'tool'] %}"
     "{{ raise_exception('no such role') }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if tools and not drops_tools %}{{ tools | tojson }}{% endif %}"
 )
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -151,6 +153,75 @@ def test_tokens_are_drawn_from_the_whole_vocabulary(server, directory):
     assert len(set(first_tokens(server, 30, top_p=0.99))) > 10
 
 
+SAMPLED = {"prompt": "Hello", "max_tokens": 12, "temperature": 1.5}
+
+
+def sampled_here(directory, seed):
+    """Sample with transformers in this process, as a request of `SAMPLED` asks."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with quiet_transformers(), torch.inference_mode(), torch.random.fork_rng():
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        ids = tokenizer(SAMPLED["prompt"], return_tensors="pt")
+        settings = {"do_sample": True, "temperature": SAMPLED["temperature"], "top_k": 0}
+        torch.manual_seed(seed)
+        whole = model.generate(**ids, **settings, max_new_tokens=SAMPLED["max_tokens"])
+    return tokenizer.decode(whole[0, ids.input_ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_a_seeded_answer_does_not_depend_on_requests_that_arrive_meanwhile(server, directory):
+    """Equal to transformers' own sampling, one after another and all at once, streamed or not."""
+
+    def text(seed, *, is_streamed=False):
+        body = {**SAMPLED, "seed": seed, "stream": is_streamed}
+        with connected(server) as one:
+            one.sendall(posted(TEXT, body))
+            said = answer(one)[2].decode()
+        events = [line.removeprefix("data: ") for line in said.split("\n") if line]
+        return "".join(
+            json.loads(event)["choices"][0].get("text") or ""
+            for event in events
+            if event != "[DONE]"
+        )
+
+    expected = [sampled_here(directory, seed) for seed in range(8)]
+    assert len(set(expected)) == len(expected)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda seed: text(seed, is_streamed=seed % 2 == 1), range(8)))
+    assert found == expected
+    assert [text(seed) for seed in range(8)] == expected
+
+
+def test_a_seed_does_not_reach_the_next_request(server):
+    """A request without a seed is answered with a new one, also after a request with a seed."""
+    answers = []
+    for _ in range(2):
+        asked(server, TEXT, {**SAMPLED, "seed": 5})
+        answers.append(asked(server, TEXT, SAMPLED)[1]["choices"][0]["text"])
+    assert answers[0] != answers[1]
+
+
+def test_an_evaluation_over_the_server_repeats_at_any_batch_size(server, tmp_path, capsys):
+    """The recorded seed of an answer decides it, even while other answers are waiting."""
+    items = tmp_path / "items.jsonl"
+    asks = [{"id": str(n), "prompt": f"Hello {n}", "expected": "x"} for n in range(6)]
+    items.write_text("".join(json.dumps(one) + "\n" for one in asks))
+    command = ["task=evaluate", "path=base", "suite=jsonl", f"suite.path={items}"]
+    command += ["eval.engine=openai", f"eval.base_url={server.url}", "eval.model=tiny"]
+    command += ["eval.temperature=1.5", "suite.max_new_tokens=12"]
+    found = []
+    for place, batch_size in enumerate((1, 4, 4)):
+        out = tmp_path / str(place)
+        wanted = [f"suite.batch_size={batch_size}", f"hydra.run.dir={out}"]
+        assert cli.main([*command, *wanted]) == 0, capsys.readouterr().err
+        events = map(json.loads, (out / "events.jsonl").read_text("utf-8").splitlines())
+        found.append({one["item_id"]: one["completion"] for one in events})
+    assert len(set(found[0].values())) == len(asks)
+    assert found[1] == found[2] == found[0]
+
+
 @pytest.mark.parametrize("penalties", [{"frequency_penalty": 0.1}, {"presence_penalty": 1.5}])
 def test_penalties_are_those_of_openai(server, directory, penalties):
     """The oracle: transformers' forward pass, with the formula of OpenAI's documentation."""
@@ -195,6 +266,36 @@ def test_a_stop_text_ends_the_answer_and_is_no_part_of_it(server, stream):
         choice = next(o["choices"][0] for o in found if o["choices"][0].get("finish_reason"))
     assert text == whole.partition(stop)[0]
     assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_an_answer_that_ends_with_its_last_allowed_token_has_stopped(
+    server, directory, path, stream
+):
+    """`length` is for answers that were cut off: an end token or a stop is the end of an answer."""
+
+    def ending(max_tokens, **fields):
+        about = {"messages": HELLO} if path == CHAT else {"prompt": "Hello"}
+        body = good(**about, **fields, max_tokens=max_tokens, stream=stream)
+        with connected(server) as one:
+            one.sendall(posted(path, body))
+            said = answer(one)[2].decode()
+        *_, last = [line for line in said.split("\n") if line and "[DONE]" not in line]
+        found = json.loads(last.removeprefix("data: "))
+        return found["usage"]["completion_tokens"], found["choices"][0]["finish_reason"]
+
+    answered = asked(server, TEXT, good(prompt="Hello", max_tokens=9))[1]["choices"][0]["text"]
+    if path == CHAT:
+        said = asked(server, CHAT, good(messages=HELLO, max_tokens=9))[1]["choices"][0]
+        answered = said["message"]["content"]
+        config = json.loads((directory / "config.json").read_text())
+        bias = {"logit_bias": {str(config["eos_token_id"]): 100}}
+        assert [ending(most, **bias) for most in (1, 2)] == [(1, "stop"), (1, "stop")]
+    stop = next(one for one in reversed(answered) if one.isascii())
+    tokens, reason = ending(9, stop=stop)
+    assert (reason, ending(tokens, stop=stop)) == ("stop", (tokens, "stop"))
+    assert ending(tokens) == (tokens, "length")
 
 
 def test_a_special_token_that_is_a_stop_ends_the_answer():
@@ -739,6 +840,18 @@ def test_a_model_is_told_of_no_tool_where_none_may_be_called():
 
     assert tools() == tools(tool_choice="auto") == [TOOL]
     assert tools(tool_choice="none") is None
+
+
+def test_tools_that_the_template_drops_are_refused(server):
+    """The prompt is the same without them, so the model could never call one."""
+    body = good(messages=HELLO, tools=[TOOL])
+    length = asked(server, CHAT, body)[1]["usage"]["prompt_tokens"]
+    assert length > asked(server, CHAT, good(messages=HELLO))[1]["usage"]["prompt_tokens"] + 20
+    body["chat_template_kwargs"] = {"drops_tools": True}
+    status, said = asked(server, CHAT, body)
+    assert (status, said["error"]["param"]) == (400, "tools")
+    assert "the chat template drops the request's tools" in error_of(said)
+    assert asked(server, CHAT, {**body, "tool_choice": "none"})[0] == 200
 
 
 def test_the_end_does_not_wait_for_answers(directory):

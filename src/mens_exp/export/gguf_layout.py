@@ -41,7 +41,7 @@ ARCHITECTURES = {
 # Buffers in older checkpoints, which are not parameters of the model.
 _BUFFER = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")
 _GELU_TANH = {"gelu_new", "gelu_pytorch_tanh"}  # the same formula, which llama.cpp uses for GPT-2
-_ROPE = {"default", "linear", "llama3"}
+_ROPE = {"default", "linear"}
 _INSTEAD = (
     "use a merged model in safetensors, as export.format=hf writes it: task=serve and vLLM serve it"
 )
@@ -184,6 +184,7 @@ def _architecture_problems(config: Any, where: str) -> list[MensError]:
                     where=where,
                     found=getattr(config, name),
                     expected=" or ".join(sorted(map(str, accepted))),
+                    remedy=_INSTEAD,
                 )
             )
 
@@ -193,14 +194,21 @@ def _architecture_problems(config: Any, where: str) -> list[MensError]:
         must("scale_attn_by_inverse_layer_idx", {False})
         return found
     must("hidden_act", {"silu"})
+    # For the architecture llama alone, llama.cpp reads a bias of o_proj and rope_freqs.weight:
+    # https://github.com/ggml-org/llama.cpp/tree/master/src/models (llama.cpp, qwen2.cpp, qwen3.cpp)
+    is_llama = ARCHITECTURES[config.model_type] == "llama"
+    if config.model_type == "qwen3":
+        must("attention_bias", {False})
     kind = config.rope_parameters["rope_type"]
-    if kind not in _ROPE:
+    accepted = _ROPE | ({"llama3"} if is_llama else set())
+    if kind not in accepted:
         found.append(
             RequestError(
                 "this scaling of the rotary frequencies cannot be written as GGUF",
                 where=f"{where}: rope_parameters",
                 found=kind,
-                expected=" or ".join(sorted(_ROPE)),
+                expected=" or ".join(sorted(accepted)),
+                remedy=_INSTEAD,
             )
         )
     return found

@@ -184,6 +184,7 @@ class App:
         generation = Generation(
             frequency_penalty=wanted.pop("frequency_penalty", 0.0),
             presence_penalty=wanted.pop("presence_penalty", 0.0),
+            seed=wanted.pop("seed", None),  # transformers' handlers would seed on arrival
             stops=tuple([stop] if isinstance(stop, str) else stop),
         )
         CURRENT.set(generation)
@@ -213,35 +214,48 @@ class App:
         """Return the length of a prompt.
 
         Raises:
-            HttpError: the prompt cannot be rendered or encoded.
+            HttpError: the prompt cannot be rendered or encoded, or the template drops the tools.
         """
-        tokenizer = getattr(self.processor, "tokenizer", self.processor)
-        if not is_chat:
-            count = len(tokenizer(wanted["prompt"])["input_ids"])
+        if is_chat:
+            ids = self._rendered(wanted, wanted.get("tools"))
+            if wanted.get("tools") and self._is_same_without_tools(wanted, ids):
+                raise invalid(
+                    "tools",
+                    "the chat template drops the request's tools; leave tools out, or serve a model"
+                    " whose template renders them",
+                )
         else:
-            if not getattr(self.processor, "chat_template", None):
-                raise invalid("messages", f"this model has no chat template; ask {_TEXT}")
-            try:
-                handler = self.handlers[_CHAT]
-                turns = handler.get_processor_inputs_from_messages(
-                    wanted["messages"], self.modality
-                )
-                made = self.processor.apply_chat_template(
-                    turns,
-                    add_generation_prompt=True,
-                    tools=wanted.get("tools"),
-                    tokenize=True,
-                    return_dict=True,
-                    **wanted.get("chat_template_kwargs", {}),
-                )
-            except Exception as error:  # the model's template may raise any error
-                said = f"the chat template refuses this conversation ({str(error)[:200]})"
-                raise invalid("messages", said) from error
-            ids = made["input_ids"]
-            count = len(ids[0] if ids and isinstance(ids[0], list) else ids)  # a processor's batch
-        if count == 0:
+            tokenizer = getattr(self.processor, "tokenizer", self.processor)
+            ids = tokenizer(wanted["prompt"])["input_ids"]
+        if not ids:
             raise invalid("messages" if is_chat else "prompt", "the prompt has no tokens")
-        return count
+        return len(ids)
+
+    def _rendered(self, wanted: dict[str, Any], tools: Any) -> list[int]:
+        """Return the token ids of a conversation."""
+        if not getattr(self.processor, "chat_template", None):
+            raise invalid("messages", f"this model has no chat template; ask {_TEXT}")
+        try:
+            handler = self.handlers[_CHAT]
+            turns = handler.get_processor_inputs_from_messages(wanted["messages"], self.modality)
+            ids = self.processor.apply_chat_template(
+                turns,
+                add_generation_prompt=True,
+                tools=tools,
+                tokenize=True,
+                return_dict=True,
+                **wanted.get("chat_template_kwargs", {}),
+            )["input_ids"]
+        except Exception as error:  # the model's template may raise any error
+            said = f"the chat template refuses this conversation ({str(error)[:200]})"
+            raise invalid("messages", said) from error
+        return list(ids[0] if ids and isinstance(ids[0], list) else ids)  # a processor's batch
+
+    def _is_same_without_tools(self, wanted: dict[str, Any], ids: list[int]) -> bool:
+        try:
+            return ids == self._rendered(wanted, None)
+        except HttpError:  # the template needs the tools
+            return False
 
     def _limit(self, wanted: dict[str, Any], tokens: int, *, is_chat: bool) -> None:
         """Set the maximum length of the answer if the request does not.

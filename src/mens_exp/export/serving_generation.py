@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from tokenizers.decoders import DecodeStream
 from transformers import (
+    GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     StoppingCriteria,
@@ -42,25 +43,36 @@ class Generation:
         ended: event that stops it.
         frequency_penalty: subtracted from a token's logit for each time that it was generated.
         presence_penalty: subtracted once if it was generated at all.
+        seed: seed of sampling; None draws a seed from the system.
         stops: texts that end the answer and are not part of it.
+        config: transformers' settings, which its handlers read again after the answer.
     """
 
     ended: threading.Event = field(default_factory=threading.Event)
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    seed: int | None = None
     stops: tuple[str, ...] = ()
+    config: GenerationConfig = field(default_factory=GenerationConfig)
 
     def before_stop(self, text: str) -> tuple[str, bool]:
         """Return the text before the first stop, and whether there is one."""
         at = min((where for stop in self.stops if (where := text.find(stop)) >= 0), default=None)
         return (text, False) if at is None else (text[:at], True)
 
+    def complete(self) -> None:
+        """Note that the answer has reached its end, so that its ``finish_reason`` is ``stop``.
+
+        transformers' handlers report ``length`` for every answer of ``max_new_tokens`` tokens.
+        """
+        self.config.max_new_tokens = None
+
 
 CURRENT: Final[contextvars.ContextVar[Generation]] = contextvars.ContextVar("generation")
 
 
 class _Ended(StoppingCriteria):  # type: ignore[misc]  # untyped
-    """Stopping criterion: the generation was ended, or has produced one of its stops.
+    """Stopping criterion: the generation was ended, or is complete: an end token or a stop.
 
     The text is decoded incrementally, because transformers' ``stop_strings`` misses control bytes,
     and both without special tokens, as the client sees it, and with them, as they may be stops.
@@ -69,15 +81,21 @@ class _Ended(StoppingCriteria):  # type: ignore[misc]  # untyped
     def __init__(self, generation: Generation, tokenizer: Any) -> None:
         self.generation = generation
         self.tokenizer = tokenizer
+        ends = generation.config.eos_token_id
+        self.ends = {ends} if isinstance(ends, int) else set(ends or ())
         self.longest = max(map(len, generation.stops), default=0)
         self.tails = {DecodeStream([], skip_special_tokens=skips): "" for skips in (True, False)}
 
     def __call__(self, input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        done = self.generation.ended.is_set()
+        token = int(input_ids[0, -1])
+        is_complete = token in self.ends
         for decoding, tail in self.tails.items() if self.longest else ():
-            text = tail + (decoding.step(self.tokenizer, int(input_ids[0, -1])) or "")
-            done = done or self.generation.before_stop(text)[1]
+            text = tail + (decoding.step(self.tokenizer, token) or "")
+            is_complete = is_complete or self.generation.before_stop(text)[1]
             self.tails[decoding] = text[-self.longest :]
+        if is_complete:
+            self.generation.complete()
+        done = is_complete or self.generation.ended.is_set()
         return torch.full((input_ids.shape[0],), done, device=input_ids.device)
 
 
@@ -115,8 +133,11 @@ class _Manager(GenerateManager):  # type: ignore[misc]  # likewise
     ) -> Any:
         generation = CURRENT.get()
         ending = _Model(model, generation, processor)
-        text, *others = await super().generate_non_streaming(ending, processor, *rest, **named)
-        return (generation.before_stop(text)[0], *others)
+        whole, *others = await super().generate_non_streaming(ending, processor, *rest, **named)
+        text, has_stopped = generation.before_stop(whole)
+        if has_stopped:  # a stop may also appear once incomplete characters are decoded
+            generation.complete()
+        return (text, *others)
 
 
 class _Pieces:
@@ -153,6 +174,8 @@ class _Pieces:
         if self.has_stopped:
             return
         text, self.has_stopped = self.generation.before_stop(self.held + piece)
+        if self.has_stopped:
+            self.generation.complete()
         kept = 0 if self.has_stopped else self._beginning(text)
         self.held = text[len(text) - kept :]
         if len(text) > kept:
@@ -223,6 +246,10 @@ class _Model:
             named["generation_config"].max_new_tokens = 1
         if (streamer := named.get("streamer")) is not None:
             named["streamer"] = _Streamer(streamer, self._tokenizer)
+        if (seed := self._generation.seed) is None:
+            torch.seed()
+        else:  # here, in the single generation thread, as torch has one generator for all requests
+            torch.manual_seed(seed)
         return self._model.generate(**named, stopping_criteria=criteria, logits_processor=penalties)
 
 
@@ -260,6 +287,7 @@ class _Handler:
             config.top_k = 0
         biases = config.sequence_bias or {}  # transformers refuses empty dicts and integers
         config.sequence_bias = {tokens: float(bias) for tokens, bias in biases.items()} or None
+        CURRENT.get().config = config
         return config
 
 
