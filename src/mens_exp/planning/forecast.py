@@ -297,7 +297,7 @@ def forecast(
     config: RunConfig, shape: Shape, documents: Documents, machine: Machine, cache: Path
 ) -> Forecast:
     """Estimate the memory and throughput of a run."""
-    sizes = {"parameters": shape.parameters, "tokens_per_step": tokens_per_step(config)}
+    sizes = {"parameters": shape.total_parameters, "tokens_per_step": tokens_per_step(config)}
     known = [
         one
         for one in entries(ledger_path(cache))
