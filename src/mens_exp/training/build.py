@@ -524,5 +524,6 @@ def fit_first_steps(
             continue.
     """
     trainer.limit_val_batches = 0
+    trainer.fit_loop.epoch_loop.min_steps = None  # the observer may stop before trainer.min_steps
     trainer.callbacks.append(_FirstSteps(look))  # type: ignore[attr-defined]  # Lightning adds it
     trainer.fit(module, data)
