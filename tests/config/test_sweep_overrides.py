@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from mens_exp.config import override_values
+from mens_exp.config.override_parsing import read_space
 from mens_exp.config.override_values import override_of
 from mens_exp.config.overrides import check
 from mens_exp.config.sweep import LAUNCHERS, launcher_settings, launcher_values
@@ -152,6 +153,39 @@ def test_an_interval_without_a_search_names_it():
     (problem,) = said("optim.lr=interval(0,1)", multirun=True)
     assert "a sweep must list its values" in problem
     assert "hydra/sweeper=optuna" in problem
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("seed=range(5,5)", "at least one value"),
+        ("seed=range(5,2)", "at least one value"),
+        ("lora=glob(zz*)", "a pattern that matches an option, such as one of adalora, "),
+        ("lora.r=glob(*)", "glob(…) matches options of a group, and this is none"),
+    ],
+)
+def test_a_key_without_a_value_is_refused(text, expected):
+    """A sweep over it has no cell; a search has nothing to draw."""
+    key = text.partition("=")[0]
+    for problems in (
+        check([text, "optim.lr=1e-3,1e-4"], multirun=True).problems,
+        read_space([text]).problems,
+    ):
+        (problem,) = problems
+        assert (problem.where, problem.found, problem.exit_code) == (key, text, 2)
+        assert "has no value to sweep over" in str(problem)
+        assert expected in str(problem)
+
+
+@pytest.mark.parametrize("plus", ["", "+"])
+def test_the_mapping_of_swept_keys_is_refused_on_the_command_line(plus):
+    """The keys themselves do what it asks for, and other problems are reported with it."""
+    given = plus + "hydra.sweeper.params={seed:'1,2',lora.r:4}"
+    problem, other = check([given, "lora.alpha=0"], multirun=True).problems
+    assert (problem.where, problem.found, problem.exit_code) == ("hydra.sweeper.params", given, 2)
+    assert problem.remedy == "write seed=1,2 lora.r=4"
+    assert other.where == "lora.alpha"
+    assert len(check(problem.remedy.split()[1:], multirun=True).cells) == 2
 
 
 def test_a_drawn_key_without_effect_is_dropped_from_the_only_cell():

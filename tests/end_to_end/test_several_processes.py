@@ -199,6 +199,7 @@ def test_an_end_that_not_all_share_is_trained_too(train_in, tmp_path):
     assert len(steps(one)) == 3
     assert steps(one)[-1]["data/tokens"] < 9 * 352
     same_course(both, one)
+    assert [Manifest.read(run.manifest).results["micro_batches"] for run in (one, both)] == [9, 9]
 
 
 @pytest.mark.parametrize(

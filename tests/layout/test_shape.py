@@ -75,7 +75,7 @@ def test_every_weight_of_a_family_is_counted(name, tied):
     with torch.device("meta"):
         built = AutoModelForCausalLM.from_config(AutoConfig.for_model(**random_config(model)))
     shape = shape_of(model)
-    assert shape.parameters + shape.small_parameters == built.num_parameters()
+    assert shape.total_parameters == built.num_parameters()
 
 
 def test_written_model_has_the_configured_shape(tiny_config, tiny_base):

@@ -71,6 +71,8 @@ def test_each_attempt_has_the_rates_of_its_own_total():
         (["schedule=wsd", "schedule.warmup_steps=0"], 8, []),  # 2 of 10 steps decay
         (["schedule=wsd", "schedule.warmup_steps=0"], 10, RATES),
         (["schedule=one_cycle"], 10, RATES),
+        (["schedule=one_cycle", "schedule.warmup_steps=4"], 4, []),  # only warm-up
+        (["schedule=one_cycle", "schedule.warmup_steps=4"], 5, RATES),
         (["optim=schedule_free", "schedule=constant", "schedule.warmup_steps=0"], 10, []),
         (["schedule=constant", "schedule.warmup_steps=0", "lora=adalora"], 5, ["ranks"]),
     ],

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,9 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
 from mens_exp.config.compose import compose, typed
-from mens_exp.config.model import BundledModel, RandomModel
+from mens_exp.config.model import BundledModel, ModelFamily, RandomModel
+from mens_exp.layout.shape import shape_of
+from mens_exp.layout.targets import _no_group
 from mens_exp.planning.estimate import make_plan
 from mens_exp.planning.preflight import preflight, untried_template, writable_cache
 
@@ -377,3 +380,18 @@ def test_group_that_a_fused_family_lacks_is_refused(on_directory, base):
     on_directory.lora.targets = ["qv"]
     (problem,) = [one for one in preflight(on_directory) if one.where == "lora.targets"]
     assert "one module" in str(problem)
+
+
+def test_groups_that_a_family_lacks_are_refused_with_the_reason():
+    """A mixture of experts has no plain feed-forward layers; other absences are named as such."""
+    llama = shape_of(RandomModel(name="llama", family=ModelFamily.llama)).family
+    both = {name: llama.groups[name] for name in ("attention", "qkv", "qv")}
+    experts = replace(llama, model_type="qwen3_moe", groups={**both, "experts": ("x",)})
+    for family, expected in (
+        (experts, "the feed-forward layers of qwen3_moe are experts"),
+        (replace(llama, groups=both), "llama has no modules that it stands for"),
+    ):
+        problem = _no_group("mlp", family, where="lora.targets")
+        assert (problem.where, problem.found) == ("lora.targets", "mlp")
+        assert expected in str(problem)
+        assert ("set lora=experts" in str(problem)) == (family is experts)

@@ -112,6 +112,18 @@ def test_early_stopping_ends_a_run_and_its_record_says_so(overshot, train_in, tm
     assert "lora.init_from=" in capsys.readouterr().err.replace("\n", "")
 
 
+@pytest.mark.parametrize("at_least", [2, BEST + 2, 6])
+def test_a_run_stops_early_once_it_has_its_fewest_steps(overshot, train_in, tmp_path, at_least):
+    """The rule is applied by hand to the losses of the same run that has no such rule."""
+    losses = tuned_losses(overshot)
+    held = [n for n in range(2, 7) if losses[n - 1] >= min(losses[: n - 1])]
+    ends = min(n for n in (*held, 6) if n >= at_least)
+    stopping = ("callbacks=[default,early_stopping]", "callbacks.early_stopping.patience=1")
+    run = train_in(tmp_path / "run", *OVERSHOOTS, *stopping, f"trainer.min_steps={at_least}")
+    assert (results(run)["steps"], results(run)["stopped_early"]) == (ends, ends < 6)
+    assert series(run, "early_stop", "step") == ([ends] if ends < 6 else [])
+
+
 # rate, clipping, epochs, memory
 
 

@@ -80,6 +80,35 @@ def test_a_plan_over_encoded_rows_has_the_steps_of_the_run(train_in, tmp_path, n
         assert plan["steps"] > -(-manifest.facts["epochs"] * fewest // plan["effective_batch"])
 
 
+WRITTEN = [
+    ("adapter.select=best", "trainer.val_check_interval=4", "lora.r=64"),
+    ("lora=lokr", "lora.r=3"),
+    ("lora.init=pissa", "lora.r=64"),
+    ("backend=full", "quant=none"),
+]
+
+
+@pytest.mark.parametrize("overrides", WRITTEN, ids=str)
+def test_a_plan_has_the_size_of_the_files_of_a_run(train_in, tmp_path, overrides):
+    """Headers of safetensors and torch's archives take less than 64 KiB, and values far more."""
+    run = train_in(tmp_path / "run", *overrides, "checkpoint.every_n_steps=1")
+    plan = json.loads(run.plan.read_text(encoding="utf-8"))
+    disk = plan["disk_bytes"]
+    weights = run.weights if overrides[0] == "backend=full" else run.adapter
+    peft = sum(one.stat().st_size for one in run.peft.glob("*.safetensors"))
+    own = sum(one.stat().st_size for one in weights.glob("*.safetensors"))
+    assert 0 <= own - disk["adapter"] < 1 << 14
+    assert 0 <= peft - disk["peft"] < 1 << 14 if disk["peft"] else peft == 0
+    largest = max(one.stat().st_size for one in run.checkpoints.glob("*.ckpt"))
+    assert 0 <= largest - disk["checkpoint"] < 1 << 16
+    assert sum(one.stat().st_size for one in run.path.rglob("*")) < disk["in_run"]
+    facts = Manifest.read(run.manifest).facts
+    assert plan["trainable_parameters"] == facts["trainable_parameters"]
+    assert plan["parameters"] == 94_528  # torch's count of tiny_llama, norms included
+    if weights == run.weights:
+        assert plan["parameters"] == facts["trainable_parameters"]
+
+
 def test_a_plan_that_cannot_count_blocks_says_about(train_in, tmp_path, capsys, monkeypatch):
     """Rows that are not encoded, or too many to pack for a plan, give a lower bound marked ≈."""
     told = ["data.seq_len=101", "trainer.max_epochs=2", "trainer.max_steps=-1"]

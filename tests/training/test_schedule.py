@@ -130,23 +130,47 @@ def test_wsd_runs_of_two_lengths_share_their_steps_up_to_the_decay():
     assert short[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
 
 
-@pytest.mark.parametrize(("total", "warmup"), [(40, 12), (10, 3), (7, 2)])
-def test_one_cycle_is_torch_s_own(total, warmup):
-    """Every step agrees; a warm-up of W steps is torch's pct_start of W over all steps."""
-    ours = OneCycleConfig(warmup_steps=warmup, div_factor=10.0, final_div_factor=100.0)
+def one_cycle_of_torch(total, share):
+    """The rates of all steps under torch's schedule, with divisors of 10 and 100."""
     reference = torch.optim.lr_scheduler.OneCycleLR(
         optimizer(),
         max_lr=1.0,
         total_steps=total,
-        pct_start=warmup / total,
+        pct_start=share,
         div_factor=10.0,
         final_div_factor=100.0,
         cycle_momentum=False,
     )
+    return [*rates(reference, total - 1), reference.get_last_lr()[0]]
+
+
+@pytest.mark.parametrize("frac", [None, 0.0, 0.05, 0.25, 0.3, 0.37, 0.999])
+def test_one_cycle_is_torch_s_own(frac):
+    """Every step agrees in runs of many lengths, whether or not warm-up has whole steps."""
+    share = 0.3 if frac is None else frac
+    ours = OneCycleConfig(warmup_frac=frac, div_factor=10.0, final_div_factor=100.0)
+    for total in (*range(1, 41), 99, 100, 101, 1000):
+        if share * total == 1:
+            continue  # torch divides by zero
+        found = [ours.multiple(step, total) for step in range(total)]
+        assert found == pytest.approx(one_cycle_of_torch(total, share), abs=1e-12), total
+        assert ours.multiple(total, total) == pytest.approx(1 / 1000)
+
+
+@pytest.mark.parametrize(("total", "warmup"), [(40, 12), (10, 3), (7, 2), (7, 0), (5, 5), (1, 0)])
+def test_warmup_steps_of_one_cycle_are_torch_s_share_of_all_steps(total, warmup):
+    """Every step agrees; a warm-up of W steps is torch's pct_start of W over all steps."""
+    ours = OneCycleConfig(warmup_steps=warmup, div_factor=10.0, final_div_factor=100.0)
     found = [ours.multiple(step, total) for step in range(total)]
-    assert found[:-1] == pytest.approx(rates(reference, total - 1), abs=1e-12)
-    assert found[-1] == pytest.approx(1 / 1000)
-    assert ours.multiple(total, total) == found[-1]
+    assert found == pytest.approx(one_cycle_of_torch(total, warmup / total), abs=1e-12)
+
+
+@pytest.mark.parametrize("warmup", [{"warmup_steps": 1}, {"warmup_frac": 0.25}])
+def test_one_cycle_with_a_single_step_of_warmup_begins_at_the_peak(warmup):
+    """Torch divides by zero there; half a cosine over the three other steps follows."""
+    ours = OneCycleConfig(**warmup, div_factor=1.0, final_div_factor=1e12)
+    found = [ours.multiple(step, 4) for step in range(4)]
+    assert found == pytest.approx([1.0, 0.75, 0.25, 0.0], abs=1e-9)
 
 
 def test_one_cycle_rises_over_three_tenths_unless_told_otherwise():

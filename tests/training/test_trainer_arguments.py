@@ -283,14 +283,14 @@ def test_flags_work_together_on_a_run_that_ends_by_the_clock(train_in, tmp_path,
         tmp_path / "run",
         *("trainer.max_steps=100000", "trainer.max_time=00:00:00:01", "trainer.profiler=simple"),
         *("trainer.limit_val_batches=1", "trainer.num_sanity_val_steps=1"),
-        "checkpoint.every_n_steps=100000",
+        *("trainer.min_steps=2", "checkpoint.every_n_steps=100000"),
     )
     events = read_events(run.telemetry)
     (stop,) = (e["payload"] for e in events if e["event"] == "stop_requested")
     validated = [e["payload"]["step"] for e in events if e["event"] == "validation"]
     assert validated == [0, stop["step"]]
     (saved,) = (e["payload"]["step"] for e in events if e["event"] == "checkpoint_saved")
-    assert saved == stop["step"] < 100000
+    assert 2 <= saved == stop["step"] < 10000
     manifest = Manifest.read(run.manifest)
     assert manifest.results["steps"] == stop["step"]
     assert any("trainer.max_time" in note for note in manifest.notes)

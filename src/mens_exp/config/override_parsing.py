@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
+from hydra.core.override_parser.types import Glob, IntervalSweep, Override, RangeSweep
 from hydra.errors import HydraException
 
 from mens_exp.artifacts.credentials import looks_like_one
@@ -118,6 +118,23 @@ def _sweep_problems(override: Override, *, multirun: bool) -> Iterator[ConfigErr
             expected="a,b or choice(a,b), range(first,end), glob(pattern)",
             remedy="draw from an interval with hydra/sweeper=optuna",
         )
+    elif next(override.sweep_string_iterator(), None) is None:
+        yield without_values(override)
+
+
+def without_values(override: Override) -> ConfigError:
+    """Refuse a range that is empty, or a pattern that matches no option."""
+    where, expected = override.key_or_group, "at least one value"
+    if isinstance(override.value(), Glob):
+        options = group_options().get(where)
+        expected = (
+            f"a pattern that matches an option, such as one of {', '.join(options)}"
+            if options
+            else "a list of values: glob(…) matches options of a group, and this is none"
+        )
+    return ConfigError(
+        "has no value to sweep over", where=where, found=line_of(override), expected=expected
+    )
 
 
 def line_of(override: Override) -> str:
@@ -299,6 +316,8 @@ def _dimension(override: Override) -> tuple[Dimension | None, list[MensError]]:
         texts = list(dict.fromkeys(override.sweep_string_iterator()))
     except HydraException as error:
         return None, [_wrong(override, str(error).splitlines()[0], "a list of values")]
+    if not texts:
+        return None, [without_values(override)]
     if log:
         wrong.append(_wrong(override, "choices have no logarithm", "tag(log,interval(a,b))"))
     kind = "group" if override.key_or_group in group_options() else "choice"

@@ -128,6 +128,8 @@ def check(
     late = [*moved, *late]
     texts = with_nodes(texts, multirun=multirun)
     if multirun:
+        texts, listed = _without_listed_params(texts)
+        late += listed
         texts = [*swept_by_config(texts, IN_ORDER), *texts]
     found: dict[str, list[MensError]] = {text: [] for text in texts}
     overrides = [o for text in texts for o in parse_one(text, found[text], multirun=multirun)]
@@ -198,6 +200,34 @@ def swept_by_config(texts: Sequence[str], name: str) -> list[str]:
     params = sweeper.get("params") if sweeper["name"] == name else None
     given = {_key(text) for text in texts}
     return [f"{key}={shown(value)}" for key, value in (params or {}).items() if key not in given]
+
+
+_PARAMS = "hydra.sweeper.params"
+
+
+def _without_listed_params(texts: Sequence[str]) -> tuple[list[str], list[MensError]]:
+    """Refuse the mapping of swept keys on the command line, unless another sweeper reads it.
+
+    Hydra itself ends in a traceback there: the mapping is null until a YAML sets it.
+
+    Returns:
+        The other overrides, and the refusal.
+    """
+    listed = [text for text in texts if _key(text) == _PARAMS]
+    others = [text for text in texts if text not in listed]
+    if not listed or chosen_sweeper(others) != IN_ORDER:
+        return list(texts), []
+    override = parsed_override(listed[-1], [])
+    value = None if override is None else override.value()
+    keys = value if isinstance(value, dict) else {"lora.r": "8,16"}
+    refusal = ConfigError(
+        "is for the YAML of an experiment",
+        where=_PARAMS,
+        found=listed[-1],
+        expected="the swept keys themselves on the command line",
+        remedy=f"write {' '.join(f'{key}={shown(one)}' for key, one in keys.items())}",
+    )
+    return others, [refusal]
 
 
 def chosen_sweeper(texts: Sequence[str]) -> str:

@@ -164,7 +164,8 @@ class WsdConfig(ScheduleConfig):
 class OneCycleConfig(ScheduleConfig):
     """One cycle (arXiv:1708.07120): half a cosine up to the peak, and half a cosine to almost zero.
 
-    The rates are those of `torch.optim.lr_scheduler.OneCycleLR`; the momentum stays as it is.
+    The rates are those of `torch.optim.lr_scheduler.OneCycleLR`, where `pct_start` is `warmup_frac`
+    or `warmup_steps` over all steps; the momentum stays as it is.
     """
 
     kind: ScheduleKind = setting(
@@ -172,8 +173,8 @@ class OneCycleConfig(ScheduleConfig):
     )
     warmup_frac: float | None = setting(
         None,
-        "The same as a share of the run's optimizer steps, rounded up; null: warmup_steps, and 0.3 "
-        "where neither is set (torch's pct_start).",
+        "The same as a share of the run's optimizer steps (torch's pct_start), which may put the "
+        "peak between two steps; null: warmup_steps, and 0.3 where neither is set.",
         ge=0,
         lt=1,
     )
@@ -190,11 +191,19 @@ class OneCycleConfig(ScheduleConfig):
         return 0.3
 
     def multiple(self, step: int, total_steps: int) -> float:
-        """Return the rate of a step as a fraction of the peak, reached at the last warm-up step."""
-        peak, last = (warmup_steps(self, total_steps) or 1) - 1, total_steps - 1
+        """Return the rate of a step as a fraction of the peak, reached at the end of warm-up.
+
+        As in torch, a fraction puts that end between two steps unless it gives a whole number, and
+        without warm-up the first step is already one step past the peak.
+        """
+        warmup: float | None = self.warmup_steps
+        if warmup is None:
+            set_ = self.warmup_frac
+            warmup = (self.usual_warmup_frac if set_ is None else set_) * total_steps
+        peak, last = warmup - 1, total_steps - 1
         if step < peak:
             return _between(1 / self.div_factor, 1.0, step / peak)
-        share = min((step - peak) / max(last - peak, 1), 1.0)
+        share = min((step - peak) / (last - peak), 1.0) if last > peak else float(step > peak)
         return _between(1.0, 1 / (self.div_factor * self.final_div_factor), share)
 
 

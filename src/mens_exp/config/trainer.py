@@ -297,7 +297,9 @@ class TrainerConfig:
         example="bf16-mixed",
     )
     min_steps: int | None = setting(
-        None, "Optimizer steps before a callback may end the run; null: none.", ge=1
+        None,
+        "Optimizer steps before a callback or trainer.max_time may end the run; null: none.",
+        ge=1,
     )
     max_time: str | None = setting(
         None,

@@ -125,6 +125,11 @@ class Shape:
         return self.linear_parameters + self.embedding_parameters
 
     @property
+    def total_parameters(self) -> int:
+        """Number of all weights, as far as they are known; see :attr:`small_parameters`."""
+        return self.parameters + self.small_parameters
+
+    @property
     def embedding_parameters(self) -> int:
         """Number of weights in the embedding table and, if it is not tied, the head."""
         return self.vocab_size * self.hidden_size * (1 if self.tied else 2)

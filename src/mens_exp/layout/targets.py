@@ -364,18 +364,30 @@ def _no_match(
             f"{', '.join(_last_names(modules))}",
         )
     if target in GROUPS:
-        fused = ", ".join(family.groups["qkv"])
-        return ConfigError(
-            f"is not available: {family.model_type} computes query, key and value in one module",
-            where=where,
-            found=target,
-            expected=f"qkv, which is {fused} there, or one of {', '.join(family.groups)}, {HEAD}",
-        )
+        return _no_group(target, family, where=where)
     glob = any(character in target for character in _GLOB)
     known = [one.path for one in modules] if glob else [*_last_names(modules), *family.groups]
     like = f"a glob over paths such as {modules[0].path}" if glob else expected_name(target, known)
     return ConfigError(
         "matches no linear module of the model", where=where, found=target, expected=like
+    )
+
+
+def _no_group(group: str, family: Family, *, where: str) -> ConfigError:
+    """Refuse a group that a family lacks, with the reason."""
+    joint = family.groups["qkv"]
+    remedy = None
+    expected = f"one of {', '.join(family.groups)}, {HEAD}"
+    if group == "mlp" and EXPERTS in family.groups:
+        reason = f"the feed-forward layers of {family.model_type} are experts"
+        remedy = "set lora=experts to adapt them" if where == "lora.targets" else None
+    elif group == "qv" and len(joint) == 1:
+        reason = f"{family.model_type} computes query, key and value in one module"
+        expected = f"qkv, which is {joint[0]} there, or {expected}"
+    else:
+        reason = f"{family.model_type} has no modules that it stands for"
+    return ConfigError(
+        f"is not available: {reason}", where=where, found=group, expected=expected, remedy=remedy
     )
 
 

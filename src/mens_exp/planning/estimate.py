@@ -94,7 +94,7 @@ def make_plan(config: RunConfig, cache: Path) -> dict[str, Any]:
         "version": 1,
         **_meaning(config, shape),
         "layers": shape.num_hidden_layers,
-        "parameters": shape.parameters,
+        "parameters": shape.total_parameters,
         "trainable_parameters": trained_parameters(config, shape),
         "data": data,
         "effective_batch": effective,

@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from mens_exp.config.backend import ProxyConfig
+from mens_exp.config.backend import ProxyConfig, trains_base
 from mens_exp.config.model import HfModel, RandomModel, WeightsDtype, teacher_of
 from mens_exp.config.quant import ComputeDtype
 from mens_exp.config.rules.training import can_be_sharded
-from mens_exp.config.trainer import Strategy
+from mens_exp.config.trainer import Selection, Strategy
 from mens_exp.layout import hub
 from mens_exp.layout.model_cache import ready_directory
 from mens_exp.layout.shape import shape_of
@@ -54,9 +54,9 @@ class Disk:
     """Bytes that a run writes.
 
     Attributes:
-        adapter: the adapter in our schema, f32.
-        peft: the adapter in PEFT's format.
-        checkpoint: one training state: adapter and optimizer.
+        adapter: the adapter in our schema, or every weight if there is none, f32.
+        peft: the adapter in PEFT's format; 0 if the run writes none.
+        checkpoint: one training state: adapter, optimizer, and further copies of the adapter.
         checkpoints_kept: states on disk at the same time, including one being written.
         checkpoints_saved: states written over the whole run; None if the steps are unknown.
         base: a copy of the base that must be created or downloaded into the cache.
@@ -93,15 +93,34 @@ def disk(config: RunConfig, shape: Shape, cache: Path, steps: int | None) -> Dis
     saves = "checkpoint" in config.callbacks
     keep = config.checkpoint.keep if saves else 0
     saved = None if steps is None else -(-steps // config.checkpoint.every_n_steps) * saves
+    # An initialisation that changed the base is written as twice the ranks (PiSSA, appendix C).
+    adapter = parameters * _F32 * (2 if config.lora.start_changes_base else 1)
     return Disk(
-        adapter=parameters * _F32,
-        peft=parameters * _F32,
-        checkpoint=parameters * _F32 * (3 if config.lora.spec.allocates else 1) + moments,
+        adapter=adapter,
+        peft=adapter if _writes_peft(config) else 0,
+        checkpoint=parameters * _F32 * _copies(config) + moments,
         checkpoints_kept=keep if saved is None else min(keep, saved),
         checkpoints_saved=saved,
         base=_base(config, whole, cache),
         merged=0 if config.lora.spec.not_merged else whole * _BF16,
     )
+
+
+def _writes_peft(config: RunConfig) -> bool:
+    """Return whether a run writes its adapter in PEFT's format too."""
+    spec = config.backend.spec
+    trains_adapter = spec.has_adapter and not trains_base(config.backend, config.model.source)
+    return trains_adapter and spec.is_causal and config.lora.spec.has_peft_view
+
+
+def _copies(config: RunConfig) -> int:
+    """Count the values in a checkpoint for each trained one, without the optimizer's.
+
+    Beside the adapter, there are AdaLoRA's two averages, the best adapter so far, and the initial
+    adapter if it changed the base.
+    """
+    is_best = config.adapter.select is Selection.best
+    return 1 + 2 * config.lora.spec.allocates + is_best + config.lora.start_changes_base
 
 
 def _base(config: RunConfig, weights: int, cache: Path) -> int:
@@ -297,7 +316,7 @@ def forecast(
     config: RunConfig, shape: Shape, documents: Documents, machine: Machine, cache: Path
 ) -> Forecast:
     """Estimate the memory and throughput of a run."""
-    sizes = {"parameters": shape.parameters, "tokens_per_step": tokens_per_step(config)}
+    sizes = {"parameters": shape.total_parameters, "tokens_per_step": tokens_per_step(config)}
     known = [
         one
         for one in entries(ledger_path(cache))

@@ -493,7 +493,7 @@ def in_parts(
 
 def trained_parameters(config: RunConfig, shape: Shape) -> int:
     """Count trained parameters; norms and biases only for a verified family."""
-    base = shape.parameters + shape.small_parameters
+    base = shape.total_parameters
     if not config.backend.spec.has_adapter:
         return base
     stack = proxy_stack(config, shape)

@@ -35,6 +35,8 @@ from mens_exp.tokenizer.load import bits_per_byte
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from lightning import Trainer
+
     from mens_exp.backends.protocol import Backend
     from mens_exp.config.objective import ObjectiveConfig
     from mens_exp.config.root import RunConfig
@@ -107,7 +109,7 @@ def _results(run: Run, trained: Fitted, data: RowsDataModule, plan: dict[str, An
     results.update(
         val_loss_change_frac=None if of_groups else tuned / base - 1,
         steps=trainer.global_step,
-        micro_batches=(trainer.fit_loop.total_batch_idx + 1) * trainer.world_size,
+        micro_batches=_micro_batches(trainer, data),
         tokens=module.tokens,
         supervised_tokens=module.supervised_tokens,
         peak_rss_bytes=_higher(results.get("peak_rss_bytes"), host.peak_rss_bytes()),
@@ -131,6 +133,12 @@ def _results(run: Run, trained: Fitted, data: RowsDataModule, plan: dict[str, An
             run.unknown(f"results.{name}", reason)
     measured = {"time_s": results.get("train_s"), "peak_bytes": results["peak_rss_bytes"]}
     atomic.write_json(run.dir.plan, {**plan, "measured": measured})
+
+
+def _micro_batches(trainer: Trainer, data: RowsDataModule) -> int:
+    """Count the micro-batches of all processes, without fillers, which only end the stream."""
+    taken = (trainer.fit_loop.total_batch_idx + 1) * trainer.world_size
+    return min(taken, data.train_dataloader().total)
 
 
 def _higher(earlier: int | None, now: int | None) -> int | None:

@@ -289,6 +289,7 @@ def build_trainer(
         inference_mode=trainer.inference_mode,
         limit_val_batches=trainer.limit_val_batches,
         min_steps=trainer.min_steps,
+        min_epochs=0,  # with min_steps alone, Lightning waits for the end of the only epoch
         detect_anomaly=trainer.detect_anomaly,
         sync_batchnorm=bool(trainer.sync_batchnorm),
         profiler=_profiler(config, run),
@@ -523,5 +524,6 @@ def fit_first_steps(
             continue.
     """
     trainer.limit_val_batches = 0
+    trainer.fit_loop.epoch_loop.min_steps = None  # the observer may stop before trainer.min_steps
     trainer.callbacks.append(_FirstSteps(look))  # type: ignore[attr-defined]  # Lightning adds it
     trainer.fit(module, data)
