@@ -58,6 +58,13 @@ def test_an_untouched_run_replays_identically(run, replay):
     assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before
 
 
+def test_the_least_steps_of_a_run_do_not_lengthen_its_replay(finished_with, replay):
+    """trainer.min_steps keeps callbacks from ending the run, and not the replay."""
+    found = replay(finished_with("trainer.min_steps=3").path, "inspect.replay_steps=1")
+    assert (found["steps"], found["identical_through"]) == (1, 1)
+    assert {one["step"] for one in found["checks"]} == {0, 1}
+
+
 def test_only_so_many_steps_are_taken_as_are_asked_for(run, replay, typed):
     """One step is replayed, under the schedule of the whole run."""
     found = replay(run.path, "inspect.replay_steps=1")
