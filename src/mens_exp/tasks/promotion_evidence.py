@@ -13,7 +13,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mens_exp.artifacts.certificate import Certificate
+from mens_exp.artifacts.certificate import Certificate, Outcome
 from mens_exp.artifacts.comparison import Comparison
 from mens_exp.artifacts.decision_ledger import (
     EntryKind,
@@ -22,7 +22,6 @@ from mens_exp.artifacts.decision_ledger import (
     frozen_runs,
     read_ledger,
 )
-from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.record import parse_json, read_bytes
 from mens_exp.artifacts.run_dir import RunDir
@@ -40,8 +39,8 @@ from mens_exp.evals.arms import overlap_with_items, trained_on
 from mens_exp.evals.kpis import as_recorded
 from mens_exp.evals.promotion_rules import Evidence, Parity
 from mens_exp.evals.study import conducted
-from mens_exp.planning.contract import recorded_digest
-from mens_exp.tasks.study_runs import has_own_scorecard, not_as_written, read_study
+from mens_exp.tasks.as_written import ABSENT, hash_of, not_as_written, place_of, refusal_of
+from mens_exp.tasks.study_runs import has_own_scorecard, read_study
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -186,13 +185,12 @@ def _another(file: Path, found: str | None, frozen: str | None, by: str) -> Data
     return DataError(
         "contradicts the ledger",
         where=str(file),
-        found=found or "no such file",
-        expected=f"{frozen or 'no such file'}, by {by}",
+        found=found or ABSENT,
+        expected=f"{frozen or ABSENT}, by {by}",
         remedy=_REMEDY,
     )
 
 
-_ABSENT = "no such file"
 _ROUNDING = 1e-9
 _SAME = (
     *("factors", "reference", "primary", "alpha", "test", "target", "sequential", "power"),
@@ -321,7 +319,7 @@ def is_of_older_version(file: Path, sha256: str) -> bool:
         file: the comparison.
         sha256: hash of the decided comparison; any other file says nothing about its version.
     """
-    if _hash(file) != sha256:
+    if hash_of(file) != sha256:
         return False
     version = parse_json(read_bytes(file), str(file)).get("version")
     return bool(version != Comparison.__dataclass_fields__["version"].default)
@@ -456,7 +454,7 @@ def _of_run(run: RunRecord) -> Iterator[str]:
         scorer.scorecard: run["scorecard_sha256"],
         scorer.events: run["events_sha256"],
     }
-    changed = [file for file, sha in expected.items() if sha is not None and _hash(file) != sha]
+    changed = [file for file, sha in expected.items() if sha is not None and hash_of(file) != sha]
     yield from (f"{file} is not what was compared" for file in changed)
     if place.manifest in changed or scorer.manifest in changed:
         return
@@ -464,12 +462,12 @@ def _of_run(run: RunRecord) -> Iterator[str]:
         yield f"{scorer.events} is not there, so that no figure can be computed again"
     other = None if run["scored_by"] is None else scorer
     yield from (
-        f"{file} has changed since its run wrote it" for file, _ in not_as_written(place, other)
+        f"{place_of(check)} {refusal_of(check).what}"
+        for check in not_as_written(place, other)
+        if check["outcome"] == Outcome.DIFFERS
     )
-    manifest = Manifest.read(place.manifest)
-    contract = manifest.contract or {}
-    if contract.get("digest") != recorded_digest(contract) or contract["digest"] != run["contract"]:
-        yield f"{place.manifest}: the contract is not that of its digest"
+    if (Manifest.read(place.manifest).contract or {}).get("digest") != run["contract"]:
+        yield f"{place.manifest}: the contract is not the one that was compared"
 
 
 def _computed_again(record: Comparison) -> tuple[list[str], list[str]]:
@@ -500,7 +498,3 @@ def _alike(one: Any, other: Any) -> bool:
     if isinstance(one, float) and isinstance(other, float):
         return math.isclose(one, other, rel_tol=_ROUNDING, abs_tol=_ROUNDING)
     return bool(one == other)
-
-
-def _hash(path: Path) -> str:
-    return sha256_file(path) if path.is_file() else _ABSENT
