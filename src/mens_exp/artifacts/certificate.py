@@ -121,6 +121,12 @@ class Certificate(StoredRecord):
     files: dict[str, str]
     unknown: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def measures_something(self) -> bool:
+        """Whether a written tensor, or the judged model on a token, was compared."""
+        judged = None if self.judged is None else self.comparisons.get(self.judged)
+        return bool(self.tensors) or (judged is not None and judged["tokens"] > 0)
+
     def exceeded(self, limits: Mapping[str, float | None] | None = None) -> list[str]:
         """Describe the exceeded limits, with figures.
 

@@ -39,7 +39,17 @@ from mens_exp.evals.arms import overlap_with_items, trained_on
 from mens_exp.evals.kpis import as_recorded
 from mens_exp.evals.promotion_rules import Evidence, Parity
 from mens_exp.evals.study import conducted
-from mens_exp.tasks.as_written import ABSENT, hash_of, not_as_written, place_of, refusal_of
+from mens_exp.export.certificate import certified_place
+from mens_exp.tasks.as_written import (
+    ABSENT,
+    differences,
+    hash_of,
+    not_as_written,
+    place_of,
+    refusal_of,
+)
+from mens_exp.tasks.checks import described, differing, text_check
+from mens_exp.tasks.lineage import written_by
 from mens_exp.tasks.study_runs import has_own_scorecard, read_study
 
 if TYPE_CHECKING:
@@ -326,7 +336,7 @@ def is_of_older_version(file: Path, sha256: str) -> bool:
 
 
 def certificate_of(path: str | None, evidence: Sequence[Evidence], backend: str) -> Parity | None:
-    """Compare a certificate with the adapters of the challenger's runs.
+    """Compare a certificate with the adapters of the challenger's runs, and with its own run.
 
     Args:
         path: path of a parity.json; None if none was given.
@@ -341,15 +351,36 @@ def certificate_of(path: str | None, evidence: Sequence[Evidence], backend: str)
         certificate = Certificate.read(file)
     except MensError as error:
         return Parity(name=str(file), problem=str(error))
-    problem = None
     adapter = certificate.sources.get("adapter_sha256")
-    if not certificate.passed:
+    if not certificate.measures_something:
+        problem: str | None = "it measured nothing: it has no tensors and no judged comparison"
+    elif not certificate.passed:
         problem = "it did not pass"
     elif over := certificate.exceeded(dataclasses.asdict(BudgetConfig())):
         problem = f"its own budget was looser than the default one, which it exceeds: {over[0]}"
     elif adapter is None or adapter not in set(_adapters(evidence, backend)):
         problem = f"it is of adapter {adapter}, which no {backend} run of the evidence has"
+    else:
+        problem = _not_of_its_run(file, certificate)
     return Parity(name=str(file), problem=problem)
+
+
+def _not_of_its_run(file: Path, certificate: Certificate) -> str | None:
+    """Return the reason why a certificate is not what a merge or an export wrote; None if it is."""
+    near = certified_place(file)
+    writer = written_by(certificate, near)
+    if writer is None:
+        return (
+            f"no task=merge or task=export run that wrote it was found below outputs or next to "
+            f"{near}: move that run next to it, or merge again"
+        )
+    try:
+        checks = differing([*differences(writer, (writer.config, writer.telemetry, writer.parity))])
+        if not checks:
+            checks = differing([text_check(certificate, Certificate.read(writer.parity))])
+    except MensError as error:
+        return f"the record of the run that wrote it cannot be read: {error}"
+    return f"it is not as {writer.path} wrote it: {described(checks[0])}" if checks else None
 
 
 def _adapters(evidence: Sequence[Evidence], backend: str) -> Iterator[str]:
