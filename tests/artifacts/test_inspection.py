@@ -29,7 +29,10 @@ def inspection(outcome, recorded, found):
         of="a run",
     )
     return Inspection(
-        kind=ArtifactKind.RUN, path="run", what="a run", verification=Verification(checks=[check])
+        kind=ArtifactKind.RUN,
+        path="run",
+        what="a run",
+        verification=Verification(checks=[check], unchecked=[]),
     )
 
 
@@ -85,9 +88,11 @@ def test_a_record_of_version_1_is_read(tmp_path):
     value = json.loads(path.read_text("utf-8")) | {"version": 1}
     for check in value["verification"]["checks"]:
         del check["link"], check["of"]
+    del value["verification"]["unchecked"]
     path.write_text(json.dumps(value), "utf-8")
     read = Inspection.read(path)
     assert [one["link"] for one in read.verification["checks"]] == [None]
+    assert read.verification["unchecked"] == []
     del value["verification"]
     path.write_text(json.dumps(value), "utf-8")
     assert Inspection.read(path).verification is None

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mens_exp.artifacts.adapter_v3 import read_adapter
-from mens_exp.artifacts.certificate import ArtifactKind, Certificate, Link, Outcome
+from mens_exp.artifacts.certificate import ArtifactKind, Certificate, Link, Outcome, Verification
 from mens_exp.artifacts.comparison import Comparison
 from mens_exp.artifacts.decision_ledger import read_ledger
 from mens_exp.artifacts.digest import (
+    CERTIFICATE,
     checkpoint_digests,
     digest,
     sha256_bytes,
@@ -34,6 +35,7 @@ from mens_exp.tasks.as_written import (
     output_checks,
     output_of_check,
     telemetry_checks,
+    unchecked_files,
 )
 from mens_exp.tasks.checks import (
     InputChecks,
@@ -43,7 +45,14 @@ from mens_exp.tasks.checks import (
     linked,
     not_here,
 )
-from mens_exp.tasks.lineage import MERGED, source_run, written_by
+from mens_exp.tasks.lineage import (
+    MERGED,
+    run_without_manifest,
+    source_run,
+    writer_of,
+    written_by,
+    written_hashes,
+)
 from mens_exp.tasks.promote import decision_checks
 from mens_exp.tasks.promotion_evidence import comparison_problems
 from mens_exp.tasks.resolve_references import scored_run
@@ -71,7 +80,7 @@ _OUTPUTS = {  # by file or folder of a run; all others belong to the run's recor
 
 def verification(
     config: RunConfig, found: Inspected, certificate: Certificate | None
-) -> list[Check]:
+) -> Verification:
     """Recompute everything that the records of an object state, back to its base models.
 
     Args:
@@ -84,17 +93,18 @@ def verification(
     """
     chain = _Chain()
     if found.kind is ArtifactKind.DECISION:
-        return list(chain.decisions(found.path))
-    if found.kind is ArtifactKind.COMPARISON:
-        return list(chain.comparison(RunDir(found.path).comparison))
-    if found.kind is ArtifactKind.SCORECARD:
-        return list(chain.evaluation(RunDir(found.path)))
-    if found.run is not None:
-        return list(chain.run(found.run))
-    if certificate is None:
-        why = "no record next to it states a hash"
-        return [not_here("files", None, why)]
-    return list(chain.written(found.path, certificate, config, found))
+        checks = chain.decisions(found.path)
+    elif found.kind is ArtifactKind.COMPARISON:
+        checks = chain.comparison(RunDir(found.path).comparison)
+    elif found.kind is ArtifactKind.SCORECARD:
+        checks = chain.evaluation(RunDir(found.path))
+    elif found.run is not None:
+        checks = chain.run(found.run)
+    elif certificate is None:
+        checks = chain.uncertified(found.path)
+    else:
+        checks = chain.written(found.path, certificate, config, found)
+    return Verification(checks=list(checks), unchecked=chain.unchecked)
 
 
 class _Chain:
@@ -103,6 +113,7 @@ class _Chain:
     def __init__(self) -> None:
         self._inputs = InputChecks()
         self._seen: set[Path] = set()
+        self.unchecked: list[str] = []
 
     def decisions(self, path: Path) -> Iterator[Check]:
         """Check a ledger and replay its decisions, or only the one that a run added.
@@ -149,6 +160,9 @@ class _Chain:
             return
         if run.manifest.is_file():
             yield from self._record(run, Manifest.read(run.manifest))
+        else:  # a copy in the directory of compare.out
+            pages = (run.comparison_page, run.comparison_table)
+            self.unchecked += [str(page) for page in pages if page.is_file()]
         try:
             record = Comparison.read(file)
         except MensError as error:
@@ -177,6 +191,8 @@ class _Chain:
         certificate = certificate_place(model)
         if MERGED in manifest.inputs and certificate.is_file():
             yield from self.written(model, Certificate.read(certificate))
+        elif MERGED in manifest.inputs and model.exists():
+            yield from self.uncertified(model)
         scored = scored_run(manifest)
         if scored is not None:
             yield from self.run(scored)
@@ -193,6 +209,25 @@ class _Chain:
         yield from self._record(run, manifest)
         yield from linked(Link.CHECKPOINT, str(run.path), _states(run, manifest))
         yield from linked(Link.ADAPTER, str(run.path), _of_adapter(run, manifest))
+
+    def uncertified(self, path: Path) -> Iterator[Check]:
+        """Check an object without a certificate against the run that wrote it, if one is found."""
+        run = run_without_manifest(path)
+        if run is not None:
+            checks = [compared("manifest.json", "the record of the run", ABSENT)]
+            yield from linked(Link.RUN, str(run.path), checks)
+            return
+        writer = writer_of(path)
+        if writer is None:
+            yield not_here("files", None, "no record next to it states a hash")
+            return
+        manifest, found = Manifest.read(writer.manifest), hashes_of(path)
+        copy = {name: one for name, one in manifest.outputs.items() if name == CERTIFICATE}
+        checks = [
+            compared(f"files.{name or path.name}", sha256, found.get(name, ABSENT))
+            for name, sha256 in sorted({**copy, **written_hashes(manifest)}.items())
+        ]
+        yield from linked(Link.MERGED, path.resolve().name, checks)
 
     def written(
         self,
@@ -247,6 +282,7 @@ class _Chain:
     def _record(self, run: RunDir, manifest: Manifest) -> Iterator[Check]:
         """Check the files of a run, and the consistency of its records."""
         of, differs = str(run.path), False
+        self.unchecked += unchecked_files(run, manifest)
         for check in output_checks(run, manifest):
             differs = differs or check["outcome"] == Outcome.DIFFERS
             yield from linked(_link_of(str(output_of_check(check))), of, [check])
