@@ -65,7 +65,7 @@ def test_an_outcome_that_its_values_deny_is_not_written(tmp_path, outcome, recor
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"version": 3}, "newer version"),
+        ({"version": 4}, "newer version"),
         ({"format": "mens_exp_run"}, "not this format"),
         ({"kind": "lorry"}, "kind"),
         ({"mood": "good"}, "unknown key"),

@@ -130,10 +130,11 @@ class Lab:
             "passed": True,
             "accepted": False,
             "sources": {"adapter_sha256": "ad" * 32},
-            "files": {"model.safetensors": "5a" * 32},
+            "files": {"README.md": "0b" * 32, "model.safetensors": "5a" * 32},
             **changes,
         }
         run = RunDir(self.root / "merge")
+        out = {"model/README.md": "0c" * 32, "model/model.safetensors": "5a" * 32}
         write_json(run.parity, fields)
         Manifest(
             run_id="merge",
@@ -145,10 +146,18 @@ class Lab:
             config_digest="0" * 64,
             seed=42,
             provenance={},
-            results={"out": "model", "out_sha256": {"model/model.safetensors": "5a" * 32}},
+            results={"out": "model", "out_sha256": out},
             outputs={run.parity.name: sha256_file(run.parity)},
         ).write(run.manifest)
         return run.parity
+
+    def beside_the_model(self, **changes):
+        """Copy the certificate to the model, whose card got a section after the run's copy."""
+        fields = json.loads((self.root / "merge" / "parity.json").read_text("utf-8"))
+        files = fields["files"] | ({"README.md": "0c" * 32} if fields["files"] else {})
+        copy = self.root / "model" / "parity.json"
+        write_json(copy, {**fields, "files": files, **changes})
+        return copy
 
 
 def unmet(made):
@@ -324,24 +333,22 @@ def of_another_adapter(lab):
 
 def of_another_adapter_elsewhere(lab):
     """The same in a copy next to the model, while the run has the original."""
-    file = lab.certificate(sources={"adapter_sha256": "00" * 32})
-    copy = lab.root / "model" / "parity.json"
-    copy.parent.mkdir()
-    shutil.copy(file, copy)
-    edit(copy, sources={"adapter_sha256": "ad" * 32})
-    return copy, "differs in sources"
+    lab.certificate(sources={"adapter_sha256": "00" * 32})
+    return lab.beside_the_model(sources={"adapter_sha256": "ad" * 32}), "differs in sources"
 
 
 def of_no_run(lab):
     """Nothing near it wrote a model of these files."""
-    file = lab.certificate()
-    file.with_name("manifest.json").unlink()
-    return file, "move that run next to it, or merge again"
+    lab.certificate()
+    copy = lab.beside_the_model()
+    (lab.root / "merge" / "manifest.json").unlink()
+    return copy, "move that run next to it, or merge again"
 
 
 def of_no_files(lab):
     """A certificate without files would fit every merge."""
-    return lab.certificate(files={}), "no task=merge or task=export run that wrote it"
+    lab.certificate()
+    return lab.beside_the_model(files={}), "no task=merge or task=export run that wrote it"
 
 
 def of_nothing(lab):
@@ -382,9 +389,8 @@ def test_a_certificate_that_no_run_wrote_so_is_no_evidence(lab, forged):
 
 def test_a_copy_of_a_certificate_counts(lab):
     """The merge wrote one into its run and one next to the model."""
-    copy = lab.root / "model" / "parity.json"
-    copy.parent.mkdir()
-    shutil.copy(lab.certificate(), copy)
+    lab.certificate()
+    copy = lab.beside_the_model()
     assert lab.ask(BurnProductionPolicy(), lab.two(), copy)["decision"] == Answer.PROMOTE
 
 

@@ -368,7 +368,8 @@ def certificate_of(path: str | None, evidence: Sequence[Evidence], backend: str)
 def _not_of_its_run(file: Path, certificate: Certificate) -> str | None:
     """Return the reason why a certificate is not what a merge or an export wrote; None if it is."""
     near = certified_place(file)
-    writer = written_by(certificate, near)
+    own = RunDir(near)  # its copy is from before the card got its last section
+    writer = own if own.manifest.is_file() else written_by(certificate, near)
     if writer is None:
         return (
             f"no task=merge or task=export run that wrote it was found below outputs or next to "
