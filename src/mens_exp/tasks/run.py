@@ -147,7 +147,7 @@ class Run:
             manifest.notes.append(self.dir.pruned.read_text("utf-8"))
         self._without_infinities()
         manifest.outputs = _hash_outputs(self.dir)
-        self._isolated("views", self._write_views)
+        self._isolated("report", self._write_views)
         manifest.outputs |= _hashes(self.dir, [self.dir.run_summary, self.dir.skip_stats])
         self._isolated("telemetry", self._emit_the_end)
         self.telemetry.close()
