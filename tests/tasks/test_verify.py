@@ -442,7 +442,7 @@ def test_a_certificate_whose_verdict_was_edited_is_found(spoilt, inspect):
     """The verdict contradicts the figures beside it, so the file is no certificate."""
     edit(spoilt / "model" / "parity.json", lambda value: value.update(passed=not value["passed"]))
     found = inspect(spoilt / "model", "inspect.verify=true", code=4)
-    assert differing(found) == ["certificate"]
+    assert differing(found) == ["certificate", "files.parity.json"]
     assert found.certificate is None
 
 

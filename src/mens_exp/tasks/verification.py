@@ -211,7 +211,7 @@ class _Chain:
         yield from linked(Link.ADAPTER, str(run.path), _of_adapter(run, manifest))
 
     def uncertified(self, path: Path) -> Iterator[Check]:
-        """Check an object without a certificate against the run that wrote it, if one is found."""
+        """Check an object without a readable certificate against the run that wrote it."""
         run = run_without_manifest(path)
         if run is not None:
             checks = [compared("manifest.json", "the record of the run", ABSENT)]
@@ -221,7 +221,8 @@ class _Chain:
         if writer is None:
             yield not_here("files", None, "no record next to it states a hash")
             return
-        manifest, found = Manifest.read(writer.manifest), hashes_of(path)
+        manifest = Manifest.read(writer.manifest)
+        found = {**hashes_of(path), CERTIFICATE: hash_of(certificate_place(path))}
         copy = {name: one for name, one in manifest.outputs.items() if name == CERTIFICATE}
         checks = [
             compared(f"files.{name or path.name}", sha256, found.get(name, ABSENT))
