@@ -29,7 +29,10 @@ def inspection(outcome, recorded, found):
         of="a run",
     )
     return Inspection(
-        kind=ArtifactKind.RUN, path="run", what="a run", verification=Verification(checks=[check])
+        kind=ArtifactKind.RUN,
+        path="run",
+        what="a run",
+        verification=Verification(checks=[check], unchecked=[]),
     )
 
 
@@ -62,7 +65,7 @@ def test_an_outcome_that_its_values_deny_is_not_written(tmp_path, outcome, recor
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"version": 3}, "newer version"),
+        ({"version": 4}, "newer version"),
         ({"format": "mens_exp_run"}, "not this format"),
         ({"kind": "lorry"}, "kind"),
         ({"mood": "good"}, "unknown key"),
@@ -85,9 +88,11 @@ def test_a_record_of_version_1_is_read(tmp_path):
     value = json.loads(path.read_text("utf-8")) | {"version": 1}
     for check in value["verification"]["checks"]:
         del check["link"], check["of"]
+    del value["verification"]["unchecked"]
     path.write_text(json.dumps(value), "utf-8")
     read = Inspection.read(path)
     assert [one["link"] for one in read.verification["checks"]] == [None]
+    assert read.verification["unchecked"] == []
     del value["verification"]
     path.write_text(json.dumps(value), "utf-8")
     assert Inspection.read(path).verification is None

@@ -24,6 +24,10 @@ def sha256(value):
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def sha256_of(file):
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
 def signature(item):
     return f'def f{item}(a):\n    """Add {item}."""\n'
 
@@ -153,6 +157,21 @@ class Run:
         for file in (self.events, self.card, self.path / "config.yaml"):
             told["outputs"][file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
         self.manifest.write_text(json.dumps(told), "utf-8")
+
+    def close(self):
+        """Write the telemetry's last event, with the manifest's digest, as a run that ends does."""
+        told = json.loads(self.manifest.read_text("utf-8"))
+        digest = sha256({name: value for name, value in told.items() if name != "notes"})
+        payload = {"status": told["status"], "results": {}, "manifest_sha256": digest}
+        event = {"event": "run_finished", "payload": payload, "ts_ms": 1}
+        file = self.path / "telemetry.jsonl"
+        file.write_text(json.dumps(event) + "\n", "utf-8")
+        self.tell(outputs={**told["outputs"], file.name: sha256_of(file)})
+
+    def tell(self, **changes):
+        """Edit values of the manifest."""
+        told = json.loads(self.manifest.read_text("utf-8"))
+        self.manifest.write_text(json.dumps({**told, **changes}), "utf-8")
 
     def edit(self, item, **changes):
         """Edit the tuned model's line of one item."""

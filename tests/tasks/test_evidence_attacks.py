@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 
 import pytest
-from hand_written_runs import SEEDS, Lab, answer, forge, task
+from hand_written_runs import SEEDS, STARTED, Lab, Run, answer, forge, sha256_of, task
 
 from mens_exp.errors import RequestError
 from mens_exp.tasks.study_runs import read_study
@@ -140,7 +141,7 @@ def test_answers_that_were_deleted_are_refused(lab):
     """Without the lines, nothing would support the figures of the scorecard."""
     run = lab.run("qlora", 1)
     run.events.unlink()
-    assert f"{run.events}: tuned" in refusal(run)
+    assert f"{run.events}: is missing" in refusal(run)
 
 
 def test_answers_that_were_deleted_with_their_hash_are_labelled_and_promote_nothing(lab):
@@ -155,6 +156,78 @@ def test_answers_that_were_deleted_with_their_hash_are_labelled_and_promote_noth
     assert any("the run has no events.jsonl" in note for note in lab.notes("one"))
     lab.promote()
     assert f"{run.events} is not there" in lab.denied()
+
+
+@pytest.fixture
+def trained(finished, tmp_path):
+    return Run(shutil.copytree(finished.path, tmp_path / "trained"))
+
+
+def test_a_file_of_losses_that_was_deleted_is_refused(trained):
+    """Without the documents, nothing would contradict an edited val_loss."""
+    (trained.path / "validation.jsonl").unlink()
+    assert "validation.jsonl: is missing" in refusal(trained)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"seed": 7}, "manifest.json: seed: contradicts the run's other records · found 7"),
+        ({"started_utc": STARTED}, "as the last event of its telemetry has it"),
+        ({"overrides": ["lora.r=4"]}, "as the last event of its telemetry has it"),
+    ],
+    ids=["seed", "start", "overrides"],
+)
+def test_a_manifest_edited_in_one_value_is_refused(trained, change, said):
+    """By the configuration and the contract, or by the digest in the last event."""
+    assert read_study([str(trained.path)]).unverifiable == []
+    trained.tell(**change)
+    assert said in refusal(trained)
+
+
+def test_notes_may_be_added_to_a_manifest(trained):
+    """A report or an upload that fails adds one after the run has ended."""
+    trained.tell(notes=["the upload failed"])
+    assert read_study([str(trained.path)]).unverifiable == []
+
+
+def test_a_telemetry_that_was_deleted_is_refused(trained):
+    """It has the digest of the manifest."""
+    (trained.path / "telemetry.jsonl").unlink()
+    assert "telemetry.jsonl: is missing" in refusal(trained)
+
+
+@pytest.mark.parametrize("change", [{"seed": 2}, {"started_utc": STARTED.replace("0Z", "1Z")}])
+def test_a_manifest_edited_in_one_value_promotes_nothing(lab, change):
+    """Seed 1 of burn counts as seed 2, or as begun at another time; its digest is replaced."""
+    run = lab.run("burn", 1)
+    run.close()
+    for name in SEEDS:
+        lab.compare(name)
+    run.tell(**change)
+    file = lab.out("one") / "compare.json"
+    record = json.loads(file.read_text("utf-8"))
+    (mine,) = (one for one in record["runs"] if one["path"] == str(run.path))
+    mine |= {**change, "manifest_sha256": sha256_of(run.manifest)}
+    file.write_text(json.dumps(record), "utf-8")
+    lab.promote()
+    assert f"{run.manifest} has changed since its run wrote it" in lab.denied()
+
+
+def test_a_seed_that_the_configuration_contradicts_is_refused_without_telemetry(lab):
+    """The run of an older release has no digest of its manifest, but its seed is in three files."""
+    run = lab.run("burn", 3)
+    run.tell(seed=1)
+    assert f"{run.manifest}: seed" in refusal(run)
+
+
+def test_a_run_whose_manifest_has_no_digest_is_labelled(lab):
+    """Older releases wrote none; all runs are named in one label."""
+    lab.run("burn", 1).close()
+    lab.compare("one")
+    (note,) = (one for one in lab.notes("one") if "not checked as a whole" in one)
+    names = [lab.run(arm, seed).path.name for seed, arm in ((1, "qlora"), (1, "burn"))]
+    assert [name in note for name in names] == [True, False]
 
 
 def test_a_condition_that_is_not_summed_up_is_refused(lab):

@@ -313,7 +313,7 @@ def test_the_json_and_the_table_are_of_one_record(finished, inspect, tmp_path):
     """The file has the format's name and version, and its keys are sorted."""
     inspect(finished.path)
     text = json.loads((tmp_path / "here" / "inspection_0" / "inspection.json").read_text("utf-8"))
-    assert (text["format"], text["version"]) == ("mens_exp_inspection", 2)
+    assert (text["format"], text["version"]) == ("mens_exp_inspection", 3)
     assert list(text) == sorted(text)
 
 

@@ -6,11 +6,12 @@ import json
 import shutil
 
 import pytest
+from hand_written_runs import Run
 
 from mens_exp.artifacts.atomic import write_json
 from mens_exp.artifacts.decision_ledger import Answer, EntryKind, append, read_ledger
 from mens_exp.artifacts.digest import sha256_file
-from mens_exp.artifacts.manifest import Manifest
+from mens_exp.artifacts.manifest import Manifest, Status
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.config.promotion import (
     BurnProductionPolicy,
@@ -113,9 +114,8 @@ class Lab:
     def burn(self, paths):
         return self.ask(BurnProductionPolicy(), paths, self.certificate())
 
-    def certificate(self):
-        """Write a passed certificate of the adapter of a burn run."""
-        path = self.root / "parity.json"
+    def certificate(self, **changes):
+        """Write a passed certificate of the adapter of a burn run, as the merge that made it."""
         fields = {
             "format": "mens_exp_parity",
             "version": 1,
@@ -125,15 +125,39 @@ class Lab:
             "probe": None,
             "judged": None,
             "comparisons": {},
-            "tensors": {},
-            "budget": {"weight_error": None},
+            "tensors": {"l0.q": {"max_abs": 1e-6, "relative": 1e-5}},
+            "budget": {"weight_error": 0.05},
             "passed": True,
             "accepted": False,
             "sources": {"adapter_sha256": "ad" * 32},
-            "files": {},
+            "files": {"README.md": "0b" * 32, "model.safetensors": "5a" * 32},
+            **changes,
         }
-        write_json(path, fields)
-        return path
+        run = RunDir(self.root / "merge")
+        out = {"model/README.md": "0c" * 32, "model/model.safetensors": "5a" * 32}
+        write_json(run.parity, fields)
+        Manifest(
+            run_id="merge",
+            task="merge",
+            status=Status.SUCCEEDED,
+            started_utc=AFTER,
+            overrides=[],
+            choices={},
+            config_digest="0" * 64,
+            seed=42,
+            provenance={},
+            results={"out": "model", "out_sha256": out},
+            outputs={run.parity.name: sha256_file(run.parity)},
+        ).write(run.manifest)
+        return run.parity
+
+    def beside_the_model(self, **changes):
+        """Copy the certificate to the model, whose card got a section after the run's copy."""
+        fields = json.loads((self.root / "merge" / "parity.json").read_text("utf-8"))
+        files = fields["files"] | ({"README.md": "0c" * 32} if fields["files"] else {})
+        copy = self.root / "model" / "parity.json"
+        write_json(copy, {**fields, "files": files, **changes})
+        return copy
 
 
 def unmet(made):
@@ -295,11 +319,79 @@ def test_without_a_certificate_there_is_no_promotion(lab):
     paths = lab.two()
     made = lab.ask(BurnProductionPolicy(), paths)
     assert (made["decision"], unmet(made)) == (Answer.INSUFFICIENT, {"parity certificate"})
-    file = lab.certificate()
-    fields = json.loads(file.read_text("utf-8"))
-    write_json(file, {**fields, "sources": {"adapter_sha256": "00" * 32}})
+    file = lab.certificate(sources={"adapter_sha256": "00" * 32})
     made = lab.ask(BurnProductionPolicy(), paths, file)
     assert unmet(made) == {"parity certificate"}
+
+
+def of_another_adapter(lab):
+    """A certificate of another run's adapter, with the hash of this one written in."""
+    file = lab.certificate(sources={"adapter_sha256": "00" * 32})
+    edit(file, sources={"adapter_sha256": "ad" * 32})
+    return file, f"it is not as {file.parent} wrote it: outputs.parity.json"
+
+
+def of_another_adapter_elsewhere(lab):
+    """The same in a copy next to the model, while the run has the original."""
+    lab.certificate(sources={"adapter_sha256": "00" * 32})
+    return lab.beside_the_model(sources={"adapter_sha256": "ad" * 32}), "differs in sources"
+
+
+def of_no_run(lab):
+    """Nothing near it wrote a model of these files."""
+    lab.certificate()
+    copy = lab.beside_the_model()
+    (lab.root / "merge" / "manifest.json").unlink()
+    return copy, "move that run next to it, or merge again"
+
+
+def of_no_files(lab):
+    """A certificate without files would fit every merge."""
+    lab.certificate()
+    return lab.beside_the_model(files={}), "no task=merge or task=export run that wrote it"
+
+
+def of_nothing(lab):
+    """Without a tensor or a judged comparison, it cannot exceed any budget."""
+    return lab.certificate(tensors={}, budget={"weight_error": None}), "it measured nothing"
+
+
+def of_an_edited_merge(lab):
+    """The merge's own hash of the certificate was replaced, but not the digest of its manifest."""
+    file = lab.certificate(sources={"adapter_sha256": "00" * 32})
+    merge = Run(file.parent)
+    merge.close()
+    edit(file, sources={"adapter_sha256": "ad" * 32})
+    outputs = json.loads(merge.manifest.read_text("utf-8"))["outputs"]
+    merge.tell(outputs={**outputs, "parity.json": sha256_file(file)})
+    return file, "manifest.json, all but its notes"
+
+
+def edit(file, **changes):
+    write_json(file, {**json.loads(file.read_text("utf-8")), **changes})
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        *(of_another_adapter, of_another_adapter_elsewhere, of_no_run, of_no_files, of_nothing),
+        of_an_edited_merge,
+    ],
+)
+def test_a_certificate_that_no_run_wrote_so_is_no_evidence(lab, forged):
+    """It counts only as the merge or export wrote it that has its hash."""
+    file, why = forged(lab)
+    made = lab.ask(BurnProductionPolicy(), lab.two(), file)
+    assert (made["decision"], unmet(made)) == (Answer.INSUFFICIENT, {"parity certificate"})
+    (rule,) = [one for one in made["rules"] if one["rule"] == "parity certificate"]
+    assert why in rule["note"]
+
+
+def test_a_copy_of_a_certificate_counts(lab):
+    """The merge wrote one into its run and one next to the model."""
+    lab.certificate()
+    copy = lab.beside_the_model()
+    assert lab.ask(BurnProductionPolicy(), lab.two(), copy)["decision"] == Answer.PROMOTE
 
 
 def test_runs_that_were_scored_again_are_no_evidence(lab):
@@ -318,11 +410,10 @@ def test_runs_that_were_scored_again_are_no_evidence(lab):
 
 def test_a_certificate_is_held_to_the_default_budget(lab):
     """A merge may set a looser one, within which anything passes."""
-    paths, file = lab.two(), lab.certificate()
-    fields = json.loads(file.read_text("utf-8"))
+    paths = lab.two()
     for relative, decision in ((0.04, Answer.PROMOTE), (0.5, Answer.INSUFFICIENT)):
         tensors = {"l0.q": {"max_abs": 1e-3, "relative": relative}}
-        write_json(file, {**fields, "tensors": tensors, "budget": {"weight_error": 1000.0}})
+        file = lab.certificate(tensors=tensors, budget={"weight_error": 1000.0})
         made = lab.ask(BurnProductionPolicy(), paths, file)
         assert made["decision"] == decision
     assert unmet(made) == {"parity certificate"}
@@ -591,7 +682,7 @@ def test_the_ledger_carries_the_digests_of_its_evidence(lab):
         sha256_file(path / "compare.json") for path in paths
     ]
     assert made["parity"] is not None
-    assert made["parity"]["sha256"] == sha256_file(lab.root / "parity.json")
+    assert made["parity"]["sha256"] == sha256_file(lab.root / "merge" / "parity.json")
     entries = read_ledger(lab.ledger)
     assert [one["previous"] for one in entries] == [None, *(e["sha256"] for e in entries[:-1])]
 

@@ -123,7 +123,9 @@ def test_every_finished_file_is_hashed(cell, tmp_path):
         "adapter/adapter.safetensors",
         "adapter/peft/adapter_config.json",
         "config.yaml",
+        "run_summary.json",
         "telemetry.jsonl",
+        "training_skip_stats.json",
     ]
     assert all(sha256_file(run.dir.path / name) == value for name, value in outputs.items())
 

@@ -15,6 +15,7 @@ from mens_exp import cli
 from mens_exp.artifacts.certificate import Outcome
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.run_dir import RunDir
+from mens_exp.report.write import write_report
 
 TENSORS = "adapter/adapter.safetensors"
 
@@ -165,6 +166,44 @@ def test_an_unpacked_bundle_is_held_against_its_list(run, typed, inspect, tmp_pa
     found = differing(inspect(there, "inspect.verify=true", code=4))
     assert [name.partition(": ")[0] for name in found] == ["bundle"]
     assert found[0].endswith("manifest.json")
+
+
+@pytest.mark.parametrize("name", ["run_summary.json", "training_skip_stats.json"])
+def test_an_edited_or_deleted_view_for_other_programs_is_found(run, inspect, name):
+    """The run hashes it with its other outputs."""
+    edit(run.path / name, lambda value: value.update(schema="another"))
+    assert differing(inspect(run.path, "inspect.verify=true", code=4)) == [f"outputs.{name}"]
+    (run.path / name).unlink()
+    assert differing(inspect(run.path, "inspect.verify=true", code=4)) == [f"outputs.{name}"]
+
+
+def test_a_view_that_is_written_again_is_the_same(run):
+    """A later rendering of the pages leaves the hashed views alone."""
+    before = {file: file.read_bytes() for file in (run.run_summary, run.skip_stats)}
+    write_report(run)
+    assert {file: file.read_bytes() for file in before} == before
+
+
+def test_files_without_a_hash_are_named(run, inspect, typed):
+    """Pages are rendered after the manifest is closed, so that nothing states their hashes."""
+    (run.adapter / "stray.json").write_text("{}", "utf-8")
+    found = inspect(run.path, "inspect.verify=true")
+    names = {text.removeprefix(f"{run.path}/") for text in found.verification["unchecked"]}
+    assert {"report.html", "MODEL_CARD.md", "adapter/stray.json"} <= names
+    assert not names & {"config.yaml", "run_summary.json", "manifest.json", "checkpoints/"}
+    said = " ".join(typed("task=inspect", f"path={run.path}", "inspect.verify=true").split())
+    assert "Not checked, as no record states a hash: " in said
+    assert "MODEL_CARD.md" in said.partition("Not checked")[2]
+
+
+def test_a_run_without_its_manifest_is_refused_by_name(run, typed, inspect):
+    """It is not taken for a loose adapter; its adapter and states are not either."""
+    run.manifest.unlink()
+    said = typed("task=inspect", f"path={run.path}", code=2)
+    assert "the run has lost its manifest.json" in said
+    for place in (run.adapter, run.checkpoint(2)):
+        found = inspect(place, "inspect.verify=true", code=4)
+        assert differing(found) == ["manifest.json"]
 
 
 def test_an_edited_adapter_manifest_is_found(run, inspect):
@@ -327,6 +366,31 @@ def test_a_flipped_byte_of_a_merged_model_is_found(spoilt, inspect):
     assert differing(found) == ["files.model.safetensors"]
 
 
+@pytest.mark.parametrize("place", ["model", "moved"])
+def test_a_merge_whose_certificate_was_deleted_is_found(spoilt, inspect, place):
+    """The run that wrote it has the hash of the certificate and of every other file."""
+    if place == "moved":
+        (spoilt / "model").rename(spoilt / place)
+    (spoilt / place / "parity.json").unlink()
+    found = inspect(spoilt / place, "inspect.verify=true", code=4)
+    assert differing(found) == ["files.parity.json"]
+    outcomes = {one["name"]: one["outcome"] for one in found.verification["checks"]}
+    assert outcomes["files.model.safetensors"] == Outcome.EQUAL
+
+
+def test_an_export_whose_certificate_was_deleted_is_found(spoilt, typed, inspect):
+    """A copy of its files that a run did not write here has no certificate to lack."""
+    out = spoilt / "exported"
+    typed(
+        *("task=export", "export.format=peft", f"path={spoilt / 'run'}", f"out={out}"),
+        f"hydra.run.dir={spoilt / 'export'}",
+    )
+    (out / "parity.json").unlink()
+    assert differing(inspect(out, "inspect.verify=true", code=4)) == ["files.parity.json"]
+    shutil.copytree(out, spoilt / "copy")
+    assert differing(inspect(spoilt / "copy", "inspect.verify=true")) == []
+
+
 def test_a_file_too_many_and_one_too_few_are_found(spoilt, inspect):
     """A certificate covers all files, and no others."""
     (spoilt / "model" / "config.json").rename(spoilt / "model" / "generation_config.json")
@@ -378,7 +442,7 @@ def test_a_certificate_whose_verdict_was_edited_is_found(spoilt, inspect):
     """The verdict contradicts the figures beside it, so the file is no certificate."""
     edit(spoilt / "model" / "parity.json", lambda value: value.update(passed=not value["passed"]))
     found = inspect(spoilt / "model", "inspect.verify=true", code=4)
-    assert differing(found) == ["certificate"]
+    assert differing(found) == ["certificate", "files.parity.json"]
     assert found.certificate is None
 
 
@@ -523,6 +587,20 @@ def test_a_comparison_whose_figures_were_edited_with_its_hash_is_found(study, in
         file.write_bytes(before[0])
         manifest.write_bytes(before[1])
     assert differing(found) == ["manifest.json, all but its notes", "comparison"]
+
+
+def test_pages_of_a_comparison_are_hashed_in_its_run_and_named_elsewhere(study, inspect, tmp_path):
+    """A copy, as of compare.out, has no manifest: its pages are named as not checked."""
+    with flipped(study / "compared" / "compare.html", study / "compared" / "compare.md"):
+        found = inspect(study / "compared", "inspect.verify=true", code=4)
+    assert differing(found) == ["outputs.compare.html", "outputs.compare.md"]
+    copy = tmp_path / "out"
+    copy.mkdir()
+    for name in ("compare.json", "compare.html", "compare.md"):
+        shutil.copy(study / "compared" / name, copy)
+    found = inspect(copy, "inspect.verify=true")
+    pages = {str(copy / name) for name in ("compare.html", "compare.md")}
+    assert pages <= set(found.verification["unchecked"])
 
 
 def test_rows_of_another_encoding_are_found(run, inspect):

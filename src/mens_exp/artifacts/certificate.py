@@ -121,6 +121,12 @@ class Certificate(StoredRecord):
     files: dict[str, str]
     unknown: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def measures_something(self) -> bool:
+        """Whether a written tensor, or the judged model on a token, was compared."""
+        judged = None if self.judged is None else self.comparisons.get(self.judged)
+        return bool(self.tensors) or (judged is not None and judged["tokens"] > 0)
+
     def exceeded(self, limits: Mapping[str, float | None] | None = None) -> list[str]:
         """Describe the exceeded limits, with figures.
 
@@ -296,9 +302,14 @@ class Check(TypedDict):
 
 
 class Verification(TypedDict):
-    """Every comparison of inspect.verify."""
+    """Every comparison of inspect.verify.
+
+    ``unchecked`` are the files and directories next to the records whose hash no record states,
+    such as pages rendered from the records.
+    """
 
     checks: list[Check]
+    unchecked: list[str]
 
 
 class Replay(TypedDict):
@@ -319,6 +330,14 @@ def _inspection_of_1(value: dict[str, Any]) -> dict[str, Any]:
                 check.update(link=None, of=None)
     except (AttributeError, KeyError, TypeError):  # reported by the check of keys and types
         pass
+    return value
+
+
+def _inspection_of_2(value: dict[str, Any]) -> dict[str, Any]:
+    """Migrate a record of version 2 to version 3; it did not name unchecked files."""
+    verification = value.get("verification")
+    if isinstance(verification, dict):
+        verification.setdefault("unchecked", [])
     return value
 
 
@@ -345,10 +364,10 @@ class Inspection(StoredRecord):
         unknown: null field or missing figure -> reason.
     """
 
-    MIGRATIONS: ClassVar[dict[int, Any]] = {1: _inspection_of_1}
+    MIGRATIONS: ClassVar[dict[int, Any]] = {1: _inspection_of_1, 2: _inspection_of_2}
 
     format: str = "mens_exp_inspection"
-    version: int = 2
+    version: int = 3
     kind: ArtifactKind
     path: str
     what: str

@@ -200,6 +200,25 @@ def events_after(path: Path, offset: int) -> tuple[list[Event], int]:
     return events, offset + len(whole)
 
 
+def last_end(path: Path) -> dict[str, Any]:
+    """Return the payload of the last ``run_finished`` event; empty if there is none.
+
+    Other lines are not parsed, so this is quick for a long run.
+
+    Raises:
+        DataError: such a line is not JSON.
+    """
+    if not path.is_file():
+        return {}
+    whole = path.read_bytes()
+    ends = [line for line in whole.split(b"\n")[:-1] if b"run_finished" in line]
+    for line in reversed(ends):
+        event = parse_json(line, str(path))
+        if isinstance(event, dict) and event.get("event") == "run_finished":
+            return dict(event.get("payload") or {})
+    return {}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnSeries:
     """A user's metric: its declaration, and its (step, value) points in order of arrival."""

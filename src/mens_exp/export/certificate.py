@@ -226,6 +226,13 @@ def certificate_place(out: Path) -> Path:
     return out / CERTIFICATE if out.is_dir() else out.with_name(f"{out.name}.{CERTIFICATE}")
 
 
+def certified_place(certificate: Path) -> Path:
+    """Return the output, or the run that wrote it, of a certificate's path."""
+    if certificate.name == CERTIFICATE:
+        return certificate.parent
+    return certificate.with_name(certificate.name.removesuffix(f".{CERTIFICATE}"))
+
+
 def keep_or_set_aside(temporary: Path, out: Path, certificate: Certificate, card: str = "") -> None:
     """Store the certificate with its output, and set both aside if it failed.
 

@@ -65,15 +65,17 @@ def inspection_document(found: Inspection) -> Document:
             Section("Deltas, scale · B A", [_sizes(found.layers)]),
         ]
     parts.append(Section("Lineage", [_lineage(found.lineage)]))
+    inside: list[Part]
     if found.verification is not None:
         checks = found.verification["checks"]
         unequal = [one for one in checks if one["outcome"] != Outcome.EQUAL]
         title = f"Verified: {verification_verdict(checks)}"
-        parts.append(Section(title, [_chain(checks), _checks(unequal)]))
+        inside = [_chain(checks), _checks(unequal), *_unchecked(found.verification["unchecked"])]
+        parts.append(Section(title, inside))
     if found.replay is not None:
         again = found.replay
         others = [f"other conditions: {one}" for one in again["conditions"]]
-        inside: list[Part] = [_checks(again["checks"]), *bullets(others, Tone.WARN)]
+        inside = [_checks(again["checks"]), *bullets(others, Tone.WARN)]
         parts.append(Section(f"Replayed: {replay_verdict(again)}", inside))
     return Document(
         title=found.path,
@@ -82,6 +84,13 @@ def inspection_document(found: Inspection) -> Document:
         source="inspection.json",
         steps=_after_inspection(found),
     )
+
+
+def _unchecked(paths: Sequence[str]) -> list[Part]:
+    names = sorted({path.rstrip("/").rpartition("/")[2] for path in paths})
+    if not names:
+        return []
+    return [Note(f"Not checked, as no record states a hash: {', '.join(names)}.", Tone.QUIET)]
 
 
 def _after_inspection(found: Inspection) -> list[Step]:

@@ -41,8 +41,8 @@ _ROWS = ("source", "train_rows", "val_rows", "heldout_rows", "rows_sha256")
 def write_report(run: RunDir) -> None:
     """Render ``report.html`` and ``MODEL_CARD.md`` from the JSON of a run.
 
-    A training run also gets ``run_summary.json`` and ``training_skip_stats.json``. All files are
-    rendered before any is written, and each is written atomically.
+    Both are rendered before any is written, and each is written atomically. Missing views of a
+    training run are written too.
 
     Args:
         run: a directory with at least a manifest.
@@ -52,12 +52,27 @@ def write_report(run: RunDir) -> None:
     """
     records = load(run)
     page, card = render_page(records), render_card(records)
-    views = {}
-    if records.manifest.task == "train":
-        views[run.run_summary] = run_summary(records.manifest)
-        views[run.skip_stats] = training_skip_stats(records.manifest)
     write_text(run.report, page)
     write_text(run.model_card, card)
+    if not all(path.is_file() for path in (run.run_summary, run.skip_stats)):
+        write_views(run, records.manifest)
+
+
+def write_views(run: RunDir, manifest: Manifest) -> None:
+    """Write ``run_summary.json`` and ``training_skip_stats.json`` of a training run.
+
+    A run hashes them with its other outputs when it ends.
+
+    Args:
+        run: the directory of the run.
+        manifest: its record, with the final status and the hashes of the adapter.
+    """
+    if manifest.task != "train":
+        return
+    views = {
+        run.run_summary: run_summary(manifest),
+        run.skip_stats: training_skip_stats(manifest),
+    }
     for path, view in views.items():
         write_json(path, view)
 

@@ -322,7 +322,7 @@ def certificate_checks(
         return
     own = None if writer is None else _copy_of(writer)
     if own is not None:
-        yield _text_check(certificate, own)
+        yield text_check(certificate, own)
         yield from _figure_checks(certificate, own, "certificate of its run: ", tolerance=None)
     asked, why = _asked(config, found, certificate, writer)
     if asked is None:
@@ -336,7 +336,7 @@ def certificate_checks(
     yield from _figure_checks(certificate, again, "certificate: ", tolerance=_tolerance(writer))
 
 
-def _text_check(certificate: Certificate, own: Certificate) -> Check:
+def text_check(certificate: Certificate, own: Certificate) -> Check:
     """Compare a certificate with its run's copy, which lacks the later hash of the model card."""
 
     def parts(one: Certificate) -> dict[str, Any]:

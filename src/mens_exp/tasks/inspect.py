@@ -101,8 +101,9 @@ def inspect(config: RunConfig, run: Run) -> None:
     record.lineage = line or []
     record.unknown |= dict.fromkeys((one["name"] for one in damage), "it cannot be read")
     if config.inspect.verify:
-        checks = [*damage, *verification(config, found, certificate)]
-        record.verification = Verification(checks=checks)
+        verified = verification(config, found, certificate)
+        checks = [*damage, *verified["checks"]]
+        record.verification = Verification(checks=checks, unchecked=verified["unchecked"])
     if config.inspect.replay:
         assert found.run is not None, "the command was refused otherwise"
         record.replay = replay(found.run, config.inspect.replay_steps)

@@ -29,7 +29,7 @@ from mens_exp.config.lora import plain_lora
 from mens_exp.config.model import HfModel
 from mens_exp.config.quant import unquantized
 from mens_exp.errors import RequestError
-from mens_exp.export.certificate import certificate_place
+from mens_exp.export.certificate import certificate_place, hashes_of
 from mens_exp.export.subject import config_of
 from mens_exp.report.evidence_views import verdict
 
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 _OUTPUTS = Path("outputs")
 _ABOVE = 3  # directories from a PEFT view up to its run
+_WRITERS = {"merge", "export"}
 _RECORDS = {ArtifactKind.SCORECARD, ArtifactKind.COMPARISON, ArtifactKind.DECISION}
 _WITHOUT_CERTIFICATE = {
     ArtifactKind.CHECKPOINT,
@@ -221,19 +222,66 @@ def written_by(certificate: Certificate, near: Path) -> RunDir | None:
         certificate: the certificate; its files are matched with the run's records.
         near: location of the output.
     """
-    hashes = set(certificate.files.values())
-    found = []
-    for run, manifest in _at_hand(near):
-        results = manifest.results
-        whole = results.get("out_sha256") or results.get("files_sha256") or {}
-        is_model = manifest.task in {"merge", "export"} and hashes <= {*whole.values()}
-        is_adapter = manifest.task == "export" and results.get("tensors_sha256") in hashes
-        if is_model or is_adapter:
-            out = str(output_of(manifest))
-            places = {(run.path / out).resolve(), Path(out).expanduser().resolve()}
-            found.append((near.resolve() not in places, run))
     # The same output may have been written twice, and certified on different texts.
+    found = [
+        (not _wrote_at(near, run, manifest), run)
+        for run, manifest in _at_hand(near)
+        if _wrote(set(certificate.files.values()), manifest)
+    ]
     return min(found, key=lambda one: one[0])[1] if found else None
+
+
+def writer_of(place: Path) -> RunDir | None:
+    """Return the merge or export that wrote an output without a certificate; None if not found.
+
+    Args:
+        place: location of the output, which may have been moved or edited since, but not both.
+    """
+    hashes = set(hashes_of(place).values())
+    found = [
+        (len(hashes & {*written_hashes(manifest).values()}), manifest.started_utc, run)
+        for run, manifest in _at_hand(place)
+        if _wrote_at(place, run, manifest) or _wrote_model(hashes, manifest)
+    ]
+    return max(found, key=lambda one: one[:2])[2] if found else None
+
+
+def written_hashes(manifest: Manifest) -> dict[str, str]:
+    """Return the recorded hashes of a merge's or an export's output, by path in the output.
+
+    The path of a single file is empty. An export to another form of adapter has none.
+    """
+    merged: dict[str, str] = manifest.results.get("out_sha256") or {}
+    exported: dict[str, str] = manifest.results.get("files_sha256") or {}
+    return {name.partition("/")[2]: sha256 for name, sha256 in merged.items()} or exported
+
+
+def _wrote(hashes: set[str], manifest: Manifest) -> bool:
+    """Return whether a run wrote all of some files, or the adapter's tensors among them."""
+    is_adapter = manifest.task == "export" and manifest.results.get("tensors_sha256") in hashes
+    return is_adapter or _wrote_model(hashes, manifest)
+
+
+def _wrote_model(hashes: set[str], manifest: Manifest) -> bool:
+    whole = {*written_hashes(manifest).values()}
+    return manifest.task in _WRITERS and bool(hashes) and hashes <= whole
+
+
+def _wrote_at(place: Path, run: RunDir, manifest: Manifest) -> bool:
+    out = output_of(manifest) if manifest.task in _WRITERS else None
+    places = () if out is None else (run.path / out, Path(out).expanduser())
+    return place.resolve() in {one.resolve() for one in places}
+
+
+def run_without_manifest(place: Path) -> RunDir | None:
+    """Return the run that a path is, or is inside of, if only its manifest is missing."""
+    for directory in (place, *place.absolute().parents[:_ABOVE]):
+        run = RunDir(directory)
+        if run.manifest.is_file():
+            return None
+        if run.config.is_file() and run.telemetry.is_file():
+            return run
+    return None
 
 
 def output_of(manifest: Manifest) -> str | None:

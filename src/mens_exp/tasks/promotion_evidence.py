@@ -13,7 +13,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mens_exp.artifacts.certificate import Certificate
+from mens_exp.artifacts.certificate import Certificate, Outcome
 from mens_exp.artifacts.comparison import Comparison
 from mens_exp.artifacts.decision_ledger import (
     EntryKind,
@@ -22,7 +22,6 @@ from mens_exp.artifacts.decision_ledger import (
     frozen_runs,
     read_ledger,
 )
-from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest
 from mens_exp.artifacts.record import parse_json, read_bytes
 from mens_exp.artifacts.run_dir import RunDir
@@ -40,8 +39,18 @@ from mens_exp.evals.arms import overlap_with_items, trained_on
 from mens_exp.evals.kpis import as_recorded
 from mens_exp.evals.promotion_rules import Evidence, Parity
 from mens_exp.evals.study import conducted
-from mens_exp.planning.contract import recorded_digest
-from mens_exp.tasks.study_runs import has_own_scorecard, not_as_written, read_study
+from mens_exp.export.certificate import certified_place
+from mens_exp.tasks.as_written import (
+    ABSENT,
+    differences,
+    hash_of,
+    not_as_written,
+    place_of,
+    refusal_of,
+)
+from mens_exp.tasks.checks import described, differing, text_check
+from mens_exp.tasks.lineage import written_by
+from mens_exp.tasks.study_runs import has_own_scorecard, read_study
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -186,13 +195,12 @@ def _another(file: Path, found: str | None, frozen: str | None, by: str) -> Data
     return DataError(
         "contradicts the ledger",
         where=str(file),
-        found=found or "no such file",
-        expected=f"{frozen or 'no such file'}, by {by}",
+        found=found or ABSENT,
+        expected=f"{frozen or ABSENT}, by {by}",
         remedy=_REMEDY,
     )
 
 
-_ABSENT = "no such file"
 _ROUNDING = 1e-9
 _SAME = (
     *("factors", "reference", "primary", "alpha", "test", "target", "sequential", "power"),
@@ -321,14 +329,14 @@ def is_of_older_version(file: Path, sha256: str) -> bool:
         file: the comparison.
         sha256: hash of the decided comparison; any other file says nothing about its version.
     """
-    if _hash(file) != sha256:
+    if hash_of(file) != sha256:
         return False
     version = parse_json(read_bytes(file), str(file)).get("version")
     return bool(version != Comparison.__dataclass_fields__["version"].default)
 
 
 def certificate_of(path: str | None, evidence: Sequence[Evidence], backend: str) -> Parity | None:
-    """Compare a certificate with the adapters of the challenger's runs.
+    """Compare a certificate with the adapters of the challenger's runs, and with its own run.
 
     Args:
         path: path of a parity.json; None if none was given.
@@ -343,15 +351,37 @@ def certificate_of(path: str | None, evidence: Sequence[Evidence], backend: str)
         certificate = Certificate.read(file)
     except MensError as error:
         return Parity(name=str(file), problem=str(error))
-    problem = None
     adapter = certificate.sources.get("adapter_sha256")
-    if not certificate.passed:
+    if not certificate.measures_something:
+        problem: str | None = "it measured nothing: it has no tensors and no judged comparison"
+    elif not certificate.passed:
         problem = "it did not pass"
     elif over := certificate.exceeded(dataclasses.asdict(BudgetConfig())):
         problem = f"its own budget was looser than the default one, which it exceeds: {over[0]}"
     elif adapter is None or adapter not in set(_adapters(evidence, backend)):
         problem = f"it is of adapter {adapter}, which no {backend} run of the evidence has"
+    else:
+        problem = _not_of_its_run(file, certificate)
     return Parity(name=str(file), problem=problem)
+
+
+def _not_of_its_run(file: Path, certificate: Certificate) -> str | None:
+    """Return the reason why a certificate is not what a merge or an export wrote; None if it is."""
+    near = certified_place(file)
+    own = RunDir(near)  # its copy is from before the card got its last section
+    writer = own if own.manifest.is_file() else written_by(certificate, near)
+    if writer is None:
+        return (
+            f"no task=merge or task=export run that wrote it was found below outputs or next to "
+            f"{near}: move that run next to it, or merge again"
+        )
+    try:
+        checks = differing([*differences(writer, (writer.config, writer.telemetry, writer.parity))])
+        if not checks:
+            checks = differing([text_check(certificate, Certificate.read(writer.parity))])
+    except MensError as error:
+        return f"the record of the run that wrote it cannot be read: {error}"
+    return f"it is not as {writer.path} wrote it: {described(checks[0])}" if checks else None
 
 
 def _adapters(evidence: Sequence[Evidence], backend: str) -> Iterator[str]:
@@ -456,7 +486,7 @@ def _of_run(run: RunRecord) -> Iterator[str]:
         scorer.scorecard: run["scorecard_sha256"],
         scorer.events: run["events_sha256"],
     }
-    changed = [file for file, sha in expected.items() if sha is not None and _hash(file) != sha]
+    changed = [file for file, sha in expected.items() if sha is not None and hash_of(file) != sha]
     yield from (f"{file} is not what was compared" for file in changed)
     if place.manifest in changed or scorer.manifest in changed:
         return
@@ -464,12 +494,12 @@ def _of_run(run: RunRecord) -> Iterator[str]:
         yield f"{scorer.events} is not there, so that no figure can be computed again"
     other = None if run["scored_by"] is None else scorer
     yield from (
-        f"{file} has changed since its run wrote it" for file, _ in not_as_written(place, other)
+        f"{place_of(check)} {refusal_of(check).what}"
+        for check in not_as_written(place, other)
+        if check["outcome"] == Outcome.DIFFERS
     )
-    manifest = Manifest.read(place.manifest)
-    contract = manifest.contract or {}
-    if contract.get("digest") != recorded_digest(contract) or contract["digest"] != run["contract"]:
-        yield f"{place.manifest}: the contract is not that of its digest"
+    if (Manifest.read(place.manifest).contract or {}).get("digest") != run["contract"]:
+        yield f"{place.manifest}: the contract is not the one that was compared"
 
 
 def _computed_again(record: Comparison) -> tuple[list[str], list[str]]:
@@ -500,7 +530,3 @@ def _alike(one: Any, other: Any) -> bool:
     if isinstance(one, float) and isinstance(other, float):
         return math.isclose(one, other, rel_tol=_ROUNDING, abs_tol=_ROUNDING)
     return bool(one == other)
-
-
-def _hash(path: Path) -> str:
-    return sha256_file(path) if path.is_file() else _ABSENT

@@ -30,7 +30,7 @@ from mens_exp.layout import starting_adapter
 from mens_exp.layout.hub import pinned
 from mens_exp.planning.preflight import preflight
 from mens_exp.rows.files import ROWS
-from mens_exp.tasks.lineage import MERGED, Inspected, output_of
+from mens_exp.tasks.lineage import MERGED, Inspected, output_of, run_without_manifest
 from mens_exp.tasks.round_commands import RoundCommands, is_of_bundle, other_draws, shared_tasks
 
 if TYPE_CHECKING:
@@ -354,6 +354,14 @@ def inspected(text: str) -> Inspected:
     run = RunDir(path)
     if run.manifest.is_file():
         return _run(run)
+    if (lost := run_without_manifest(path)) is not None and lost.path == path:
+        raise RequestError(
+            "the run has lost its manifest.json",
+            where="path",
+            found=f"{path}, with {run.config.name} and {run.telemetry.name}",
+            expected="manifest.json next to them, without which nothing can be checked",
+            remedy=f"restore it; path={run.adapter} describes the adapter alone",
+        )
     if run.comparison.is_file():
         what = "a comparison"
         return Inspected(kind=ArtifactKind.COMPARISON, path=path, run=None, adapter=None, what=what)

@@ -147,6 +147,8 @@ class Run:
             manifest.notes.append(self.dir.pruned.read_text("utf-8"))
         self._without_infinities()
         manifest.outputs = _hash_outputs(self.dir)
+        self._isolated("report", self._write_views)
+        manifest.outputs |= _hashes(self.dir, [self.dir.run_summary, self.dir.skip_stats])
         self._isolated("telemetry", self._emit_the_end)
         self.telemetry.close()
         manifest.outputs |= _hashes(self.dir, [self.dir.telemetry])
@@ -163,6 +165,12 @@ class Run:
             "manifest_sha256": manifest_digest(written),
         }
         self.telemetry.emit("run_finished", end)
+
+    def _write_views(self) -> None:
+        """Write the views for other programs, which name the adapter by its recorded path."""
+        from mens_exp.report.write import write_views
+
+        write_views(self.dir, self.manifest.screened())
 
     def _without_infinities(self) -> None:
         """Replace non-finite results by null with a reason, because JSON cannot represent them."""
@@ -211,6 +219,8 @@ def _hash_outputs(run: RunDir) -> dict[str, str]:
         run.parity,
         run.inspection,
         run.comparison,
+        run.comparison_page,
+        run.comparison_table,
     ]
     for made in (run.adapter, run.weights, run.merged):
         files += sorted(made.rglob("*"))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mens_exp.artifacts.atomic import write_text
+from mens_exp.artifacts.certificate import Outcome
 from mens_exp.artifacts.comparison import Comparison
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest, Status
@@ -36,7 +37,7 @@ from mens_exp.evals.observations import (
 from mens_exp.evals.recompute import Recomputed, graded_as_today, recomputed
 from mens_exp.evals.study import Scored, conducted
 from mens_exp.evals.suite import frozen_suite, suite_class
-from mens_exp.planning.contract import recorded_digest
+from mens_exp.tasks.as_written import not_as_written, place_of, refusal_of
 from mens_exp.tasks.inputs import hashes_in
 from mens_exp.tasks.lineage import MERGED
 
@@ -51,6 +52,7 @@ _SWEEP = "multirun.yaml"  # written by Hydra's own launcher
 _LISTED = 4  # maximum number of runs listed by name
 _ROUNDING = 1e-5  # relative tolerance for a loss summed in f32; measured: 5e-8
 _ABSENT = "absent"
+_UNDIGESTED = "the manifest is not checked as a whole: the telemetry has no digest of it"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,8 +137,12 @@ def read_study(paths: Sequence[str]) -> Read:
     unverifiable = _refuse_edited(counted)
     read = [_read(run, scorer, suites) for run, scorer in counted]
     Problems.raise_if([problem for _, one in read for problem in one.problems])
-    unverifiable += _grouped((run.record, one.unverifiable) for run, one in read)
+    unverifiable += _grouped((_measured_by(run.record), one.unverifiable) for run, one in read)
     return Read(runs=[run for run, _ in read], left_out=left_out, unverifiable=unverifiable)
+
+
+def _measured_by(record: RunRecord) -> str:
+    return Path(record["scored_by"] or record["path"]).name
 
 
 def _trained(subject: RunDir) -> str | None:
@@ -147,67 +153,33 @@ def _trained(subject: RunDir) -> str | None:
     return None if manifest.status is Status.SUCCEEDED else _ended(manifest)
 
 
-def not_as_written(run: RunDir, scorer: RunDir | None) -> Iterator[tuple[Path, str | None]]:
-    """Yield each file read by a comparison that differs from what its run wrote.
-
-    Args:
-        run: the training run.
-        scorer: the evaluation that provides the scorecard; None means the run itself.
-
-    Yields:
-        The file and the hash that its run recorded, or None if it recorded none.
-    """
-    measured = run if scorer is None else scorer
-    for owner, files in (
-        (run, (run.config, run.validation)),
-        (measured, (measured.scorecard, measured.events)),
-        *([] if scorer is None else [(scorer, (scorer.config,))]),
-    ):
-        outputs = Manifest.read(owner.manifest).outputs
-        for file in files:
-            recorded = outputs.get(file.name)
-            if file.is_file() and recorded != sha256_file(file):
-                yield file, recorded
-
-
 def _refuse_edited(counted: Iterable[tuple[RunDir, RunDir | None]]) -> list[str]:
-    """Refuse edited files, and return those that cannot be verified."""
-    problems, unverifiable = [], []
+    """Refuse runs that are not as they were written, and return what cannot be verified."""
+    problems, unverifiable, undigested = [], [], []
     for run, scorer in counted:
-        for file, recorded in not_as_written(run, scorer):
-            if recorded is None:
+        for check in not_as_written(run, scorer):
+            if check["outcome"] == Outcome.NOT_HERE:
+                undigested.append((Path(str(check["of"])).name, [_UNDIGESTED]))
+            elif check["recorded"] is None:
+                file = place_of(check)
                 unverifiable.append(f"unverifiable: the run of {file} recorded no hash of it")
             else:
-                problems.append(_edited(file, sha256_file(file), recorded))
-        contract = Manifest.read(run.manifest).contract or {}
-        if recorded_digest(contract) != contract.get("digest"):
-            told = str(contract.get("digest"))
-            problems.append(_edited(run.manifest, recorded_digest(contract), told))
+                problems.append(refusal_of(check))
     Problems.raise_if(problems)
-    return unverifiable
+    return [*unverifiable, *_grouped(undigested)]
 
 
-def _grouped(found: Iterable[tuple[RunRecord, Sequence[str]]]) -> list[str]:
-    """List each reason once, with its runs."""
+def _grouped(found: Iterable[tuple[str, Sequence[str]]]) -> list[str]:
+    """List each reason once, with the names of its runs."""
     runs: dict[str, list[str]] = {}
-    for record, reasons in found:
+    for run, reasons in found:
         for reason in reasons:
-            runs.setdefault(reason, []).append(Path(record["scored_by"] or record["path"]).name)
+            runs.setdefault(reason, []).append(run)
     return [
         f"unverifiable: {reason} ({', '.join(names[:_LISTED])}"
         f"{f' and {len(names) - _LISTED} more runs' if len(names) > _LISTED else ''})"
         for reason, names in runs.items()
     ]
-
-
-def _edited(file: Path, found: str, recorded: str) -> DataError:
-    return DataError(
-        "has changed since its run wrote it",
-        where=str(file),
-        found=found,
-        expected=f"{recorded}, as the run's manifest has it",
-        remedy="restore the file, or run it again; records are never edited",
-    )
 
 
 def _is_of_another(evaluation: Manifest, subject: RunDir) -> bool:

@@ -8,28 +8,35 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mens_exp.artifacts.adapter_v3 import read_adapter
-from mens_exp.artifacts.certificate import ArtifactKind, Certificate, Link, Outcome
+from mens_exp.artifacts.certificate import ArtifactKind, Certificate, Link, Outcome, Verification
 from mens_exp.artifacts.comparison import Comparison
 from mens_exp.artifacts.decision_ledger import read_ledger
 from mens_exp.artifacts.digest import (
+    CERTIFICATE,
     checkpoint_digests,
     digest,
-    manifest_digest,
     sha256_bytes,
     sha256_file,
 )
 from mens_exp.artifacts.manifest import Manifest, Status
-from mens_exp.artifacts.record import parse_json, read_bytes
 from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.artifacts.telemetry import read_events
-from mens_exp.config.compose import stored_digest
 from mens_exp.errors import MensError, Problems
 from mens_exp.export.bundle import verify as verify_bundle
 from mens_exp.export.certificate import certificate_place, hashes_of
 from mens_exp.export.subject import config_of
-from mens_exp.planning.contract import recorded_digest
 from mens_exp.planning.preflight import writable_cache
 from mens_exp.tasks.adapter_anatomy import read_state
+from mens_exp.tasks.as_written import (
+    ABSENT,
+    hash_of,
+    identity_checks,
+    manifest_checks,
+    output_checks,
+    output_of_check,
+    telemetry_checks,
+    unchecked_files,
+)
 from mens_exp.tasks.checks import (
     InputChecks,
     base_place,
@@ -38,22 +45,27 @@ from mens_exp.tasks.checks import (
     linked,
     not_here,
 )
-from mens_exp.tasks.lineage import MERGED, source_run, written_by
+from mens_exp.tasks.lineage import (
+    MERGED,
+    run_without_manifest,
+    source_run,
+    writer_of,
+    written_by,
+    written_hashes,
+)
 from mens_exp.tasks.promote import decision_checks
 from mens_exp.tasks.promotion_evidence import comparison_problems
 from mens_exp.tasks.resolve_references import scored_run
 from mens_exp.tasks.study_runs import read_study
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from mens_exp.artifacts.certificate import Check
     from mens_exp.artifacts.decision_ledger import LedgerEntry
-    from mens_exp.artifacts.telemetry import Event
     from mens_exp.config.root import RunConfig
     from mens_exp.tasks.lineage import Inspected
 
-_ABSENT = "no such file"
 _NO_ENTRY = "no such entry"
 _RUN = RunDir(Path())
 _OUTPUTS = {  # by file or folder of a run; all others belong to the run's record
@@ -68,7 +80,7 @@ _OUTPUTS = {  # by file or folder of a run; all others belong to the run's recor
 
 def verification(
     config: RunConfig, found: Inspected, certificate: Certificate | None
-) -> list[Check]:
+) -> Verification:
     """Recompute everything that the records of an object state, back to its base models.
 
     Args:
@@ -81,17 +93,18 @@ def verification(
     """
     chain = _Chain()
     if found.kind is ArtifactKind.DECISION:
-        return list(chain.decisions(found.path))
-    if found.kind is ArtifactKind.COMPARISON:
-        return list(chain.comparison(RunDir(found.path).comparison))
-    if found.kind is ArtifactKind.SCORECARD:
-        return list(chain.evaluation(RunDir(found.path)))
-    if found.run is not None:
-        return list(chain.run(found.run))
-    if certificate is None:
-        why = "no record next to it states a hash"
-        return [not_here("files", None, why)]
-    return list(chain.written(found.path, certificate, config, found))
+        checks = chain.decisions(found.path)
+    elif found.kind is ArtifactKind.COMPARISON:
+        checks = chain.comparison(RunDir(found.path).comparison)
+    elif found.kind is ArtifactKind.SCORECARD:
+        checks = chain.evaluation(RunDir(found.path))
+    elif found.run is not None:
+        checks = chain.run(found.run)
+    elif certificate is None:
+        checks = chain.uncertified(found.path)
+    else:
+        checks = chain.written(found.path, certificate, config, found)
+    return Verification(checks=list(checks), unchecked=chain.unchecked)
 
 
 class _Chain:
@@ -100,6 +113,7 @@ class _Chain:
     def __init__(self) -> None:
         self._inputs = InputChecks()
         self._seen: set[Path] = set()
+        self.unchecked: list[str] = []
 
     def decisions(self, path: Path) -> Iterator[Check]:
         """Check a ledger and replay its decisions, or only the one that a run added.
@@ -123,7 +137,7 @@ class _Chain:
         except MensError as error:
             yield compared("ledger", whole, str(error))
             return
-        yield compared("ledger", whole, whole if entries else _ABSENT)
+        yield compared("ledger", whole, whole if entries else ABSENT)
         if wanted is not None:
             found = next((one["sha256"] for one in entries if one["sha256"] == wanted), _NO_ENTRY)
             yield compared("results.entry_sha256", wanted, found)
@@ -133,7 +147,7 @@ class _Chain:
                 continue
             files = {Path(one["path"]): one["sha256"] for one in made["evidence"]}
             for file, sha256 in files.items():
-                yield compared(f"entry {entry['number']}: {file}", sha256, _hash(file))
+                yield compared(f"entry {entry['number']}: {file}", sha256, hash_of(file))
             if all(file.is_file() for file in files):
                 yield from _decided_again(entries, number)
                 for file in files:
@@ -146,6 +160,9 @@ class _Chain:
             return
         if run.manifest.is_file():
             yield from self._record(run, Manifest.read(run.manifest))
+        else:  # a copy in the directory of compare.out
+            pages = (run.comparison_page, run.comparison_table)
+            self.unchecked += [str(page) for page in pages if page.is_file()]
         try:
             record = Comparison.read(file)
         except MensError as error:
@@ -174,6 +191,8 @@ class _Chain:
         certificate = certificate_place(model)
         if MERGED in manifest.inputs and certificate.is_file():
             yield from self.written(model, Certificate.read(certificate))
+        elif MERGED in manifest.inputs and model.exists():
+            yield from self.uncertified(model)
         scored = scored_run(manifest)
         if scored is not None:
             yield from self.run(scored)
@@ -190,6 +209,26 @@ class _Chain:
         yield from self._record(run, manifest)
         yield from linked(Link.CHECKPOINT, str(run.path), _states(run, manifest))
         yield from linked(Link.ADAPTER, str(run.path), _of_adapter(run, manifest))
+
+    def uncertified(self, path: Path) -> Iterator[Check]:
+        """Check an object without a readable certificate against the run that wrote it."""
+        run = run_without_manifest(path)
+        if run is not None:
+            checks = [compared("manifest.json", "the record of the run", ABSENT)]
+            yield from linked(Link.RUN, str(run.path), checks)
+            return
+        writer = writer_of(path)
+        if writer is None:
+            yield not_here("files", None, "no record next to it states a hash")
+            return
+        manifest = Manifest.read(writer.manifest)
+        found = {**hashes_of(path), CERTIFICATE: hash_of(certificate_place(path))}
+        copy = {name: one for name, one in manifest.outputs.items() if name == CERTIFICATE}
+        checks = [
+            compared(f"files.{name or path.name}", sha256, found.get(name, ABSENT))
+            for name, sha256 in sorted({**copy, **written_hashes(manifest)}.items())
+        ]
+        yield from linked(Link.MERGED, path.resolve().name, checks)
 
     def written(
         self,
@@ -229,7 +268,7 @@ class _Chain:
             return
         outputs = Manifest.read(run.manifest).outputs
         file = next(one for one, sha256 in outputs.items() if sha256 == recorded)
-        yield from linked(Link.ADAPTER, of, [compared(name, recorded, _hash(run.path / file))])
+        yield from linked(Link.ADAPTER, of, [compared(name, recorded, hash_of(run.path / file))])
         name, weights = "sources.base_weights_sha256", sources.get("base_weights_sha256")
         place, why = base_place(config_of(run), writable_cache())
         if weights is not None:
@@ -244,16 +283,16 @@ class _Chain:
     def _record(self, run: RunDir, manifest: Manifest) -> Iterator[Check]:
         """Check the files of a run, and the consistency of its records."""
         of, differs = str(run.path), False
-        for name, recorded in manifest.outputs.items():
-            check = compared(f"outputs.{name}", recorded, _hash(run.path / name))
+        self.unchecked += unchecked_files(run, manifest)
+        for check in output_checks(run, manifest):
             differs = differs or check["outcome"] == Outcome.DIFFERS
-            yield from linked(_link_of(name), of, [check])
+            yield from linked(_link_of(str(output_of_check(check))), of, [check])
         yield from linked(Link.RUN, of, _bundle(run))
-        yield from linked(Link.RUN, of, _identity(run, manifest))
+        yield from linked(Link.RUN, of, identity_checks(run, manifest))
         if run.telemetry.is_file():
             events = read_events(run.telemetry)
-            yield from linked(Link.RUN, of, _telemetry_checks(events, manifest))
-            yield from linked(Link.RUN, of, _whole_manifest(events, run, manifest))
+            yield from linked(Link.RUN, of, telemetry_checks(events, manifest))
+        yield from linked(Link.RUN, of, manifest_checks(run, manifest))
         if run.scorecard.is_file() and manifest.status is Status.SUCCEEDED and not differs:
             yield from linked(Link.SCORECARD, of, [_summed_again(run)])
 
@@ -304,12 +343,12 @@ def _files(
     """Hash the files of an output, and the records of the run that wrote it."""
     for name in sorted(certificate.files.keys() | whole.keys()):
         recorded = certificate.files.get(name, "not in the certificate")
-        yield compared(f"files.{name or path.name}", recorded, whole.get(name, _ABSENT))
+        yield compared(f"files.{name or path.name}", recorded, whole.get(name, ABSENT))
     if writer is not None:
         manifest = Manifest.read(writer.manifest)
         for name in (writer.config.name, writer.parity.name):  # the others depend on these
             what = f"{manifest.task} {manifest.run_id}: {name}"
-            yield compared(what, manifest.outputs.get(name), _hash(writer.path / name))
+            yield compared(what, manifest.outputs.get(name), hash_of(writer.path / name))
 
 
 def _states(run: RunDir, manifest: Manifest) -> Iterator[Check]:
@@ -330,10 +369,6 @@ def _states(run: RunDir, manifest: Manifest) -> Iterator[Check]:
             yield compared(name, found if found in expected else expected[-1], found)
 
 
-def _hash(path: Path) -> str:
-    return sha256_file(path) if path.is_file() else _ABSENT
-
-
 def _bundle(run: RunDir) -> Iterator[Check]:
     """Compare an unpacked bundle, including its manifest, with its list."""
     try:
@@ -343,54 +378,6 @@ def _bundle(run: RunDir) -> Iterator[Check]:
             yield compared(f"bundle: {problem.where}", problem.expected, str(problem.found))
     except MensError as problem:
         yield compared(f"bundle: {problem.where}", problem.expected, str(problem.found))
-
-
-def _identity(run: RunDir, manifest: Manifest) -> Iterator[Check]:
-    """Compare the manifest with its configuration, and check its internal consistency."""
-    config = config_of(run)
-    yield compared("config_digest", manifest.config_digest, stored_digest(run.config))
-    yield compared("seed", manifest.seed, config.seed)
-    if manifest.contract is not None:
-        recorded = manifest.contract["digest"]
-        yield compared("contract.digest", recorded, recorded_digest(manifest.contract))
-    layers = manifest.facts.get("lora_init_layers_sha256")
-    if layers is not None:
-        recorded = manifest.facts.get("lora_init_sha256")
-        yield compared("facts.lora_init_sha256", recorded, digest(layers))
-
-
-def _telemetry_checks(events: Sequence[Event], manifest: Manifest) -> Iterator[Check]:
-    """Compare the manifest with the telemetry."""
-    latest: dict[str, dict[str, Any]] = {}
-    facts: dict[str, Any] = {}
-    for event in events:
-        latest[event["event"]] = event["payload"]
-        if event["event"] == "facts":
-            facts |= event["payload"]
-    started, ended = latest.get("run_started", {}), latest.get("run_finished", {})
-    for name in ("run_id", "task"):
-        if name in started:
-            yield compared(name, getattr(manifest, name), started[name])
-    if "status" in ended:
-        yield compared("status", manifest.status.value, ended["status"])
-    for name, value in ended.get("results", {}).items():
-        yield compared(f"results.{name}", manifest.results.get(name), value)
-    for name, value in facts.items():
-        if name in manifest.facts:
-            yield compared(f"facts.{name}", manifest.facts[name], value)
-    chain = latest.get("step", {}).get("batches_sha256")
-    if chain is not None and "batches_sha256" in manifest.results:
-        name = "results.batches_sha256, by the last step"
-        yield compared(name, manifest.results["batches_sha256"], chain)
-
-
-def _whole_manifest(events: Sequence[Event], run: RunDir, manifest: Manifest) -> Iterator[Check]:
-    """Compare the values of a closed manifest with the digest in the event that closed it."""
-    ends = [one["payload"] for one in events if one["event"] == "run_finished"]
-    recorded = ends[-1].get("manifest_sha256") if ends else None
-    if recorded is not None and manifest.status is not Status.STARTED:
-        found = parse_json(read_bytes(run.manifest), str(run.manifest))
-        yield compared("manifest.json, all but its notes", recorded, manifest_digest(found))
 
 
 def _of_adapter(run: RunDir, manifest: Manifest) -> Iterator[Check]:

@@ -127,10 +127,7 @@ def test_a_value_that_its_answer_contradicts_is_refused(typed, sweep):
     values = [one["values"]["letters/characters"] for one in mine]
     card["conditions"]["tuned"]["letters/characters"] = sum(values) / len(values)
     run.scorecard.write_text(json.dumps(card), "utf-8")
-    manifest = json.loads(run.manifest.read_text("utf-8"))
-    for file in (run.events, run.scorecard):
-        manifest["outputs"][file.name] = sha256_file(file)
-    run.manifest.write_text(json.dumps(manifest), "utf-8")
+    rehash(run, run.events, run.scorecard)
     said = typed(*COMPARED, code=2).stderr
     assert "values: is not what its answer says" in " ".join(said.split())
 
@@ -139,8 +136,14 @@ def rewrite(run, **changes):
     """Edit a scorecard and update every digest of it in the run."""
     card = json.loads(run.scorecard.read_text("utf-8"))
     run.scorecard.write_text(json.dumps(card | changes), "utf-8")
+    rehash(run, run.scorecard)
+
+
+def rehash(run, *files):
+    """Update every digest of edited files in the run, as a forger would."""
     manifest = json.loads(run.manifest.read_text("utf-8"))
-    manifest["outputs"][run.scorecard.name] = sha256_file(run.scorecard)
+    for file in files:
+        manifest["outputs"][file.name] = sha256_file(file)
     *events, end = map(json.loads, run.telemetry.read_text("utf-8").splitlines())
     end["payload"]["manifest_sha256"] = manifest_digest(manifest)
     run.telemetry.write_text("".join(f"{json.dumps(one)}\n" for one in [*events, end]), "utf-8")
