@@ -76,6 +76,7 @@ GOOD = [
     {"model.hidden_size": 128, "model.num_attention_heads": 64, "model.num_key_value_heads": 32},
     {"task.name": "evaluate", "path": "latest"},
     {"schedule.warmup_frac": 0.5},
+    {"lora.dropout": 2e-5},
     {"schedule.warmup_frac": 0.9, "trainer.max_steps": 2},
     {"trainer.gradient_clip_val": None},
     {"trainer.gradient_clip_val": 0.0},
@@ -195,6 +196,7 @@ BAD = [
         "one of the two",
     ),
     ({"schedule.warmup_frac": 1.0}, "schedule.warmup_frac", "found 1.0", "< 1"),
+    ({"lora.dropout": 1e-5}, "lora.dropout", "drops nothing", "0, or at least 2e-5"),
     ({"trainer.gradient_clip_val": -1.0}, "trainer.gradient_clip_val", "found -1.0", ">= 0"),
     (
         {"model.gradient_checkpointing": "onn"},

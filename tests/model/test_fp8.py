@@ -53,6 +53,17 @@ def test_a_product_is_that_of_rounded_rows():
     assert 0.01 < error < 0.06  # each operand has 4 significant bits
 
 
+def test_operands_are_multiplied_in_the_only_layout_of_a_gpu():
+    """Rows of both operands are contiguous, whatever views they are of; Conv1D's are transposed."""
+    x_MI, weight_IO = drawn(40, 64)[::2], drawn(64, 96, seed=1)
+    with Counted() as counted:
+        found = fp8_product(x_MI, weight_IO.t())
+    ((first, second),) = counted.operands
+    assert first.is_contiguous()
+    assert second.t().is_contiguous()
+    assert torch.equal(found, fp8_product(x_MI.contiguous(), weight_IO.t().contiguous()))
+
+
 def test_a_linear_layer_and_its_gradient_use_it():
     """The gradient of the input sums over outputs, so its scales are per input of the weight."""
     x_MI, weight_OI, g_MO = drawn(40, 64), drawn(96, 64, seed=1), drawn(40, 96, seed=2)
@@ -78,10 +89,13 @@ class Counted(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.products = Counter()
+        self.products, self.operands = Counter(), []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.products[func.overloadpacket.__name__] += 1
+        name = func.overloadpacket.__name__
+        self.products[name] += 1
+        if name == "_scaled_mm":
+            self.operands.append(args[:2])
         return func(*args, **(kwargs or {}))
 
 
@@ -121,6 +135,10 @@ REFUSED = {
     "quant.compute_dtype=f32": "quant.compute_dtype",
     "backend=full quant=none": "backend",
     "lora.variant=dora": "lora.variant",
+    "objective=dpo": "objective",
+    "objective=kto": "objective",
+    "objective=grpo": "objective",
+    "schedule=lr_range": "schedule",
 }
 
 

@@ -248,8 +248,8 @@ class LoraConfig:
     )
     dropout: float = setting(
         0.05,
-        "Probability of dropping an input element of A (the QLoRA paper's); 0 with experts, "
-        "because PEFT adapts their weights and not their inputs.",
+        "Probability of dropping an input element of A (the QLoRA paper's), rounded to a multiple "
+        "of 1/32768; 0 with experts, because PEFT adapts their weights and not their inputs.",
         ge=0,
         lt=1,
         only_if=_read("dropout"),

@@ -121,7 +121,8 @@ class RejectionSamplingConfig:
     sample: list[str] = setting(
         [],
         "Overrides of task=evaluate with which each round samples: a suite of tasks to train on, "
-        "which must not be the suite that scores, and how answers are drawn.",
+        "which must not be the suite that scores, and how answers are drawn. eval.seed among them "
+        "holds in every round; otherwise it grows by one from round to round.",
         example="['suite=humaneval','suite.path=tasks.jsonl','eval.samples=8',"
         "'eval.temperature=0.8']",
     )

@@ -84,6 +84,7 @@ def fp8_product(x_MI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
 
 
 def _in_fp8(rows_MI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rows_MI = rows_MI.contiguous()  # a GPU multiplies no other layout
     largest = torch.finfo(torch.float8_e4m3fn).max
     scale_M1 = rows_MI.abs().amax(1, keepdim=True).float().div_(largest)
     scale_M1.masked_fill_(scale_M1 == 0, 1)  # a row of zeros

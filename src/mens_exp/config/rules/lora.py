@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from mens_exp.config.root import RunConfig
 
 
+_LEAST_DROPOUT = 0.5 / 32768  # masks compare 15 random bits (lora/keyed.py)
+
+
 def lora_problems(config: RunConfig) -> Iterator[ConfigError]:
     """Yield the problems of `lora`."""
     lora = config.lora
@@ -24,6 +27,13 @@ def lora_problems(config: RunConfig) -> Iterator[ConfigError]:
         yield from _target_problems(lora.targets)
     elif isinstance(lora, PromptTuningConfig):
         yield from _prompt_problems(config, lora)
+    if 0 < lora.dropout < _LEAST_DROPOUT:
+        yield ConfigError(
+            "drops nothing, because it is rounded to a multiple of 1/32768",
+            where="lora.dropout",
+            found=lora.dropout,
+            expected="0, or at least 2e-5",
+        )
     yield from _pattern_problems(lora)
     yield from _method_problems(config)
     quant = config.quant

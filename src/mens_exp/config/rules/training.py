@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 
 from mens_exp.config.backend import has_frozen_base, names_where
 from mens_exp.config.data import RowsData
+from mens_exp.config.fields import plain
 from mens_exp.config.model import teacher_of
 from mens_exp.config.objective import OBJECTIVES
 from mens_exp.config.objective_spec import PRECOMPUTED
 from mens_exp.config.quant import PATTERNS, ComputeDtype
 from mens_exp.config.rules.suite import scorecard_of
+from mens_exp.config.schedule import ScheduleKind
 from mens_exp.config.trainer import (
     BY_CLASS,
     REFUSED_STRATEGIES,
@@ -392,9 +394,21 @@ def fp8_problems(config: RunConfig) -> Iterator[ConfigError]:
     if not config.model.fp8:
         return
     quant, lora, backend = config.quant, config.lora, config.backend
-    spec = quant.spec
+    spec, objective = quant.spec, config.objective.spec
     is_ours = spec.offloads or spec.keeps_codes or not spec.is_quantized
+    looks_back = objective.needs_reference or objective.compares_groups
+    schedule = getattr(config.schedule, "kind", None)
     holds = {
+        "objective": (
+            not looks_back,
+            config.objective.name,
+            "an objective without a reference and without sampled answers",
+        ),
+        "schedule": (
+            schedule is not ScheduleKind.lr_range,
+            plain(schedule),
+            "a schedule that does not subtract the loss of the base",
+        ),
         "backend": (
             backend.spec.adapts_transformers,
             backend.name,
