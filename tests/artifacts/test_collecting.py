@@ -22,10 +22,12 @@ def test_garbage_is_collected_rarely_until_tensors_take_memory():
     before = gc.get_threshold()
     host.collect_rarely()
     assert gc.get_threshold()[0] > 10 * before[0]
+    imported = [[] for _ in range(20_000)]  # an earlier test may have frozen all others
     frozen = gc.get_freeze_count()
     host.collect_as_usual()
     assert gc.get_threshold() == before
     assert gc.get_freeze_count() > frozen + 10_000
+    assert len(imported) == 20_000
 
 
 def test_a_process_that_is_not_ours_keeps_its_thresholds():
@@ -34,4 +36,4 @@ def test_a_process_that_is_not_ours_keeps_its_thresholds():
     frozen = gc.get_freeze_count()
     host.collect_as_usual()
     assert gc.get_threshold() == (5_000, 7, 7)
-    assert gc.get_freeze_count() == frozen
+    assert gc.get_freeze_count() <= frozen  # frozen objects may end meanwhile
