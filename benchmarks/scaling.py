@@ -12,7 +12,7 @@ takes to start a collective operation (`LATENCY_S`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import record
@@ -21,7 +21,7 @@ from mens_exp.config.compose import compose, typed
 from mens_exp.layout.shape import shape_of
 from mens_exp.layout.targets import adapter_parameters
 from mens_exp.planning.activations import Documents
-from mens_exp.planning.memory import base_bits, memory
+from mens_exp.planning.memory import base_bits, memory, offloaded_codes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -304,7 +304,9 @@ ACROSS = Device(rate=H100.rate, link=50e9)
 IN_A_MACHINE = 8
 GPUS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 SHOWN = (1, 8, 64, 512)
-HELD_BY_H100 = 80e9  # bytes
+HELD_BY_H100, HELD_BY_4090 = 80e9, 24e9  # bytes
+PCIE = 50e9  # bytes/s of PCIe 5 x16 from page-locked memory; assumed
+PASSES = 3  # that read a base's codes: forward, recomputed, backward
 
 
 def main() -> None:
@@ -362,9 +364,24 @@ def forecast(model: str) -> Iterator[Figure]:
             yield record.figure(f"{name}: at {bound}", rate, "tokens/s", None, linear)
     holding = next(one.gpus for one in jobs if one.memory().estimate <= HELD_BY_H100)
     yield record.figure(f"{model}: GPUs that hold it", holding, "GPUs")
+    yield from _offloaded(replace(jobs[0], more=("model.offload=true",)))
     waiting = next((one.gpus for one in jobs if _waits(_on_h100(one))), None)
     if waiting is not None:
         yield record.figure(f"{model}: GPUs that wait for the network at best", waiting, "GPUs")
+
+
+def _offloaded(job: Job) -> Iterator[Figure]:
+    """Yield the memory of a GPU whose base is in host memory, and the time to copy its codes."""
+    config, planned = job.config(), job.memory()
+    codes = sum(offloaded_codes(config, shape_of(config.model)))
+    held = ("24 GB", HELD_BY_4090 / GIB)
+    yield record.figure(
+        f"{job.model} on 1, offloaded: planned peak", planned.estimate / GIB, "GiB", None, held
+    )
+    copied = PASSES * codes / PCIE
+    computed = _on_h100(job).compute
+    name = f"{job.model} on 1, offloaded: copies of a micro-batch"
+    yield record.figure(name, copied, "s", None, ("its computation", computed))
 
 
 def _on_h100(job: Job) -> Times:
