@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mens_exp.config.fields import TRAINING, UNSET, declared, in_range, plain, range_problems, shown
 from mens_exp.config.root import RunConfig
-from mens_exp.config.rules import data, graph, lora, optim, suite, task, training
+from mens_exp.config.rules import base, data, graph, lora, optim, suite, task, training
 from mens_exp.config.schemas import declarations, declarations_of
 from mens_exp.config.task import TASKS
 from mens_exp.errors import ConfigError, MensError, NoEffectError
@@ -52,9 +52,9 @@ def problems_of(config: RunConfig) -> list[MensError]:
         training.objective_problems,
         graph.backend_problems,
         graph.quant_problems,
-        training.sharded_problems,
-        training.offload_problems,
-        training.fp8_problems,
+        base.sharded_problems,
+        base.offload_problems,
+        base.fp8_problems,
     )
     for rule in rules:
         problems += rule(config)

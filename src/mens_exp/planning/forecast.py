@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mens_exp.config.backend import ProxyConfig, trains_base
 from mens_exp.config.model import HfModel, RandomModel, WeightsDtype, teacher_of
 from mens_exp.config.quant import ComputeDtype
-from mens_exp.config.rules.training import can_be_sharded
+from mens_exp.config.rules.base import can_be_sharded
 from mens_exp.config.trainer import Selection, Strategy
 from mens_exp.layout import hub
 from mens_exp.layout.model_cache import ready_directory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mens_exp.config.rules.training import sharded_problems
+from mens_exp.config.rules.base import sharded_problems
 
 FSDP = ("trainer=fsdp", "trainer.accelerator=cpu")
 BLOCKS = "quant.block_size_pattern={down_proj:128}"
