@@ -86,6 +86,8 @@ class Disturbed:
         )
 
     def go_on(self):
+        # A job that was told to end may have written one more checkpoint.
+        self._seen = {number: max(self._seen[number], self._last(number)) for number in self._seen}
         self.launch(f"sweep.resume='{self.place}'")
 
     def ends(self):
@@ -100,15 +102,16 @@ class Disturbed:
             assert time.monotonic() - began < LIMIT_S
             time.sleep(0.02)
             for number in set(numbers) - set(found):
-                last = max((one.name for one in self._checkpoints(number)), default="")
+                last = self._last(number)
                 if last > self._seen.get(number, ""):
                     self._seen[number] = last
                     found[number] = first_of(self.place, number)
                     found[number].suspend()
         return [found[number] for number in numbers]
 
-    def _checkpoints(self, number):
-        return self.place.glob(f"{number}_*/checkpoints/step_*.ckpt")
+    def _last(self, number):
+        found = self.place.glob(f"{number}_*/checkpoints/step_*.ckpt")
+        return max((one.name for one in found), default="")
 
     def is_left_by_its_launcher(self):
         self.launcher.kill()
