@@ -89,7 +89,7 @@ def main() -> None:
         which = f"{seeds} seeds: upper bound has the power"
         figures.append(record.figure(which, at_bound, "frac", record.Better.HIGHER, beside))
     for seeds in (5, 6, 10, 20):
-        valid = minimum_detectable(1.0, seeds, ALPHA, POWER, critical=sequential.critical)
+        valid = minimum_detectable(1.0, seeds, ALPHA, POWER, power_at=sequential.power_of)
         fixed_effect = minimum_detectable(1.0, seeds, ALPHA, POWER)
         assert valid is not None, "five seeds find something"
         assert fixed_effect is not None, "five seeds find something"

@@ -151,12 +151,12 @@ def test_equal_differences_count_by_their_signs():
 
 def test_power_of_the_always_valid_test_is_what_is_stated():
     """Its minimum detectable effect at eight seeds is found in 80 % of 4,000 studies."""
-    effect = statistics.minimum_detectable(1.0, 8, 0.05, 0.8, critical=sequential.critical)
+    effect = statistics.minimum_detectable(1.0, 8, 0.05, 0.8, power_at=sequential.power_of)
     rng = np.random.default_rng(5)
     studies = rng.normal(effect, 1.0, (4000, 8))
     found = np.mean([sequential.always_valid(one, 0.05).p < 0.05 for one in studies])
     assert found == pytest.approx(0.8, abs=0.025)
-    seeds = statistics.seeds_for_effect(effect, 1.0, 0.05, 0.8, critical=sequential.critical)
+    seeds = statistics.seeds_for_effect(effect, 1.0, 0.05, 0.8, power_at=sequential.power_of)
     assert seeds == 8
 
 
@@ -168,8 +168,8 @@ def test_the_effects_that_the_test_is_made_for_find_nearly_the_most(seeds, over,
 
     def found(effects):
         monkeypatch.setattr(sequential, "_EFFECTS", effects)
-        how = {"critical": sequential.critical}
-        return statistics.minimum_detectable(1.0, seeds, 0.05, 0.8, **how) or math.inf
+        power_at = sequential.power_of
+        return statistics.minimum_detectable(1.0, seeds, 0.05, 0.8, power_at) or math.inf
 
     ours = found(sequential._EFFECTS)  # the choice under test
     assert ours <= over * min(map(found, (0.5, 1, 1.5, 2.5, 3, 4, 5, 10)))

@@ -114,7 +114,7 @@ def test_an_offloaded_base_gives_the_same_numbers(tiny_backend, elsewhere, batch
 
 @pytest.mark.parametrize("name", [name for name, one in ADAPTERS.built_in.items()])
 def test_methods_that_only_multiply_by_the_base_are_those_that_say_so(
-    tiny_backend, tiny_config, elsewhere, batch, name
+    tiny_backend, elsewhere, batch, name
 ):
     """On a GPU, the others would read codes in host memory, so a plan refuses them."""
     spec = ADAPTERS.built_in[name]

@@ -79,6 +79,11 @@ def critical(seeds: int, alpha: float) -> float:
     return math.sqrt((seeds - 1) * (ratio - 1) / (1 - ratio / spread))
 
 
+def power_of(effect: float, sd: float, seeds: int, alpha: float) -> float:
+    """Return the power of the always-valid test; see `statistics.power_of`."""
+    return statistics.power_of(effect, sd, seeds, alpha, critical)
+
+
 def least_p(seeds: int) -> float:
     """Return the lower bound of the always-valid p-value for a number of seeds."""
     return math.exp(-math.log1p(seeds * _EFFECTS**2) * (seeds - 1) / 2)

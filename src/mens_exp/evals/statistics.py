@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     Critical = Callable[[int, float], float]
     """Maps the number of seeds and the two-sided error rate to the critical |t|."""
-    Power = Callable[[float, float, int, float, Critical], float]
-    """Maps effect, standard deviation, seeds, error rate and critical |t| to a test's power."""
+    Power = Callable[[float, float, int, float], float]
+    """Maps effect, standard deviation, number of seeds and error rate to a test's power."""
 
 _EXACT_SEEDS = 16  # 65,536 sign patterns; for more seeds, a fixed sample of as many
 _MOST_SEEDS = 100_000
@@ -285,17 +285,15 @@ _SIMULATED_SEEDS = 12  # for more, the t test's power is within 3 % of the effec
 _STUDIES = 10_000
 
 
-def sign_flip_power(
-    effect: float, sd: float, seeds: int, alpha: float, critical: Critical = student
-) -> float:
+def sign_flip_power(effect: float, sd: float, seeds: int, alpha: float) -> float:
     """Return the power of a two-sided sign-flip test of normal differences; see `power_of`.
 
-    Simulated with fixed draws up to twelve seeds; from there on, that of the t test.
+    It is simulated with fixed draws up to twelve seeds; with more, it is that of the t test.
     """
     if seeds < seeds_for_sign_flip(alpha):
         return 0.0
     if seeds > _SIMULATED_SEEDS:
-        return power_of(effect, sd, seeds, alpha, critical)
+        return power_of(effect, sd, seeds, alpha)
     sums_KS, signs_S, totals_K = _flipped(seeds)
     shift = abs(effect) / sd
     observed_K1 = np.abs(totals_K + seeds * shift)[:, None] * (1 - 1e-5)  # f32 rounds by 1e-6
@@ -318,12 +316,7 @@ def _flipped(seeds: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def minimum_detectable(
-    sd: float | None,
-    seeds: int,
-    alpha: float,
-    power: float = 0.8,
-    critical: Critical = student,
-    power_at: Power = power_of,
+    sd: float | None, seeds: int, alpha: float, power: float = 0.8, power_at: Power = power_of
 ) -> float | None:
     """Return the minimum detectable effect: the true difference found with the given power.
 
@@ -332,8 +325,7 @@ def minimum_detectable(
         seeds: number of seeds.
         alpha: two-sided error rate.
         power: the required power, above `alpha`.
-        critical: critical |t| of the test.
-        power_at: returns the power of the test, such as `power_of`.
+        power_at: returns the power of the test.
 
     Returns:
         None without a standard deviation, or if the seeds are too few for any effect.
@@ -342,21 +334,16 @@ def minimum_detectable(
 
     if not sd or seeds < 2:  # noqa: PLR2004  # one difference has no spread, nor have equal ones
         return None
-    if math.isinf(critical(seeds, alpha)) or power_at(_FAR, 1.0, seeds, alpha, critical) == 0:
+    if power_at(_FAR, 1.0, seeds, alpha) == 0:
         return None
     high = 1.0
-    while power_at(high, 1.0, seeds, alpha, critical) < power:
+    while power_at(high, 1.0, seeds, alpha) < power:
         high *= 2
-    return sd * float(brentq(lambda x: power_at(x, 1.0, seeds, alpha, critical) - power, 0, high))
+    return sd * float(brentq(lambda x: power_at(x, 1.0, seeds, alpha) - power, 0, high))
 
 
 def seeds_for_effect(
-    effect: float,
-    sd: float,
-    alpha: float,
-    power: float = 0.8,
-    critical: Critical = student,
-    power_at: Power = power_of,
+    effect: float, sd: float, alpha: float, power: float = 0.8, power_at: Power = power_of
 ) -> int | None:
     """Return the smallest number of seeds that finds a true difference with the given power.
 
@@ -365,8 +352,7 @@ def seeds_for_effect(
         sd: standard deviation of the seeds' differences.
         alpha: two-sided error rate.
         power: the required power.
-        critical: critical |t| of the test.
-        power_at: returns the power of the test, such as `power_of`.
+        power_at: returns the power of the test.
 
     Returns:
         None for an effect of 0, or one that would take over 100,000 seeds.
@@ -376,13 +362,13 @@ def seeds_for_effect(
     low, high = 1, 2
     if sd == 0:
         return high
-    while power_at(effect, sd, high, alpha, critical) < power:
+    while power_at(effect, sd, high, alpha) < power:
         low, high = high, high * 2
         if high > _MOST_SEEDS:
             return None
     while high - low > 1:  # power increases with the number of seeds
         middle = (low + high) // 2
-        enough = power_at(effect, sd, middle, alpha, critical) >= power
+        enough = power_at(effect, sd, middle, alpha) >= power
         low, high = (low, middle) if enough else (middle, high)
     return high
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from mens_exp.evals.kpis import Kpi
     from mens_exp.evals.observations import Score
-    from mens_exp.evals.statistics import Critical, Interval, Power
+    from mens_exp.evals.statistics import Interval, Power
 
 _ROUNDING = 1e-5  # relative tolerance for a loss summed in f32; measured: 5e-8
 
@@ -59,15 +59,11 @@ class Rule:
         return self.sequential != "none"
 
     @property
-    def critical(self) -> Critical:
-        """The critical |t| of the test."""
-        return sequential.critical if self.is_always_valid else statistics.student
-
-    @property
     def power_at(self) -> Power:
         """The power of the test."""
-        flips = self.test == "sign_flip" and not self.is_always_valid
-        return statistics.sign_flip_power if flips else statistics.power_of
+        if self.is_always_valid:
+            return sequential.power_of
+        return statistics.sign_flip_power if self.test == "sign_flip" else statistics.power_of
 
     def error_of(self, name: str) -> float:
         """Return the error rate of a KPI's interval.
@@ -313,12 +309,7 @@ def _no_sample(pairs: Sequence[_Pair]) -> str:
 def _detectable(main: Interval, rule: Rule) -> tuple[float | None, float | None, float | None]:
     """Return the minimum detectable effect at the estimated SD and at the bounds of the true SD."""
     found = statistics.minimum_detectable(
-        main.sd,
-        main.n,
-        rule.strictest,
-        rule.power,
-        critical=rule.critical,
-        power_at=rule.power_at,
+        main.sd, main.n, rule.strictest, rule.power, rule.power_at
     )
     if found is None:
         return None, None, None
@@ -352,12 +343,7 @@ def _needed(main: Interval, rule: Rule) -> int | None:
         )
         return max(least, needed) if main.estimate else None
     found = statistics.seeds_for_effect(
-        main.estimate,
-        main.sd,
-        rule.strictest,
-        rule.power,
-        critical=rule.critical,
-        power_at=rule.power_at,
+        main.estimate, main.sd, rule.strictest, rule.power, rule.power_at
     )
     return None if found is None else max(found, least)
 

@@ -66,8 +66,8 @@ def product(a: torch.Tensor, b: torch.Tensor, *, scale: float = 1.0) -> torch.Te
 
 
 def _fits_fp8(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    sizes = (*weight.shape, *x.shape[1:])
-    return x.dtype == torch.bfloat16 and all(size % _FP8_MULTIPLE == 0 for size in sizes)
+    fits = all(size % _FP8_MULTIPLE == 0 for size in weight.shape)
+    return fits and x.dtype == torch.bfloat16
 
 
 def fp8_product(x_MI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
@@ -77,7 +77,7 @@ def fp8_product(x_MI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
     """
     x8_MI, of_x_M1 = _in_fp8(x_MI)
     w8_OI, of_w_O1 = _in_fp8(weight_OI)
-    found: torch.Tensor = torch._scaled_mm(  # noqa: SLF001  # torch has no public name in 2.11
+    found: torch.Tensor = torch._scaled_mm(  # noqa: SLF001  # its public form is newer than our oldest torch
         x8_MI, w8_OI.t(), scale_a=of_x_M1, scale_b=of_w_O1.t(), out_dtype=x_MI.dtype
     )
     return found
@@ -96,7 +96,7 @@ def add_gradient(
 ) -> torch.Tensor:
     """Add ``g @ W`` in place, the gradient of the input of `linear`."""
     if in_fp8 and _fits_fp8(g_MO, weight_OI):
-        return into_MI.add_(fp8_product(g_MO, weight_OI.t().contiguous()))
+        return into_MI.add_(fp8_product(g_MO, weight_OI.t()))
     return add_product(into_MI, g_MO, weight_OI)
 
 
@@ -157,5 +157,5 @@ class _FrozenLinear(torch.autograd.Function):
         (g_MO,) = upstream
         weight_OI = ctx.weight(g_MO.dtype)
         if ctx.in_fp8 and _fits_fp8(g_MO, weight_OI):
-            return fp8_product(g_MO, weight_OI.t().contiguous()), None, None, None
+            return fp8_product(g_MO, weight_OI.t()), None, None, None
         return product(g_MO, weight_OI), None, None, None

@@ -83,14 +83,28 @@ def _refuse_unlearned(config: RunConfig, rows: Rows) -> None:
     if config.objective.spec.compares_groups and not rows.sides_sha256:  # a run reads large files
         refuse_single_answers(rows.train)
         refuse_single_answers(rows.val)
-    for name, side in (("train on", rows.train), ("validate on", rows.val)):
-        if documents.needs_another_row and len(side) == 1:
+    if documents.needs_another_row:
+        _refuse_lone_rows(config, rows)
+
+
+def _refuse_lone_rows(config: RunConfig, rows: Rows) -> None:
+    """Refuse a side of the split with a single row, whose own answer would stand in for another's.
+
+    Raises:
+        DataError: there is such a side.
+    """
+    sides = (
+        ("train on", rows.train, "give more rows"),
+        ("validate on", rows.val, "raise data.val_frac, or give more rows"),
+    )
+    for name, side, remedy in sides:
+        if len(side) == 1:
             raise DataError(
-                f"objective={config.objective.name} reads a prompt with another row's answer too",
+                f"objective={config.objective.name} reads each prompt with another row's answer",
                 where=side[0].name,
                 found=f"the only row to {name}",
                 expected="two rows or more",
-                remedy="raise data.val_frac, or give more rows",
+                remedy=remedy,
             )
 
 

@@ -74,7 +74,8 @@ def _facts(plan: Mapping[str, Any]) -> Iterator[tuple[str, Iterable[str]]]:
     yield "memory", _memory(memory)
     yield "kernels", _kernels(plan.get("kernels") or {})
     compiled = plan.get("compile") or {}
-    yield "compile", [f"decoder layers: {compiled['reason']}"] if _is_compiled(compiled) else []
+    is_compiled = compiled.get("layers") == "compiled"
+    yield "compile", [f"decoder layers: {compiled['reason']}"] if is_compiled else []
     yield "processes", _processes(plan["processes"]) if plan.get("processes") else []
     yield "disk", _disk(plan["disk_bytes"]) if plan.get("disk_bytes") else []
     changed = _differences(plan.get("differs_from_default") or {})
@@ -121,10 +122,6 @@ def _differences(found: Mapping[str, Mapping[str, Any]]) -> str:
         for path, one in found.items()
         if "default" in one and not path.startswith(_SAID) and not path.endswith(_NAMES)
     )
-
-
-def _is_compiled(found: Mapping[str, str]) -> bool:
-    return found.get("layers") == "compiled"
 
 
 def _kernels(found: Mapping[str, str]) -> Iterator[str]:

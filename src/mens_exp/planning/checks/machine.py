@@ -268,6 +268,7 @@ def check_offload(config: RunConfig) -> Iterator[SetupError]:
             expected="a CUDA GPU",
             remedy="set model.offload=false: on a CPU, the base is in host memory",
         )
+        return
     total = machine.look("cpu").total_bytes
     on_each = codes * config.trainer.devices
     if total is not None and on_each > total:
@@ -282,9 +283,9 @@ def check_offload(config: RunConfig) -> Iterator[SetupError]:
 
 def check_fp8(config: RunConfig) -> Iterator[SetupError]:
     """Yield an error if the device does not multiply in FP8."""
-    device = device_of_plan(config)
     if not config.model.fp8:
         return
+    device = device_of_plan(config)
     has_fp8 = device.capability is None or Version(device.capability) >= _HAS_FP8
     if device.kind != "cuda" or not has_fp8:
         capability = "" if has_fp8 else f", compute capability {device.capability}"
