@@ -25,7 +25,10 @@ from mens_exp.model.quiet import quiet as quiet_transformers
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant', 'tool'] %}"
-    "{{ raise_exception('no such role') }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{{ raise_exception('no such role') }}{% endif %}{% if m.role != dropped %}"
+    "<{{ m.role }}>{{ m.content }}"
+    "{% if m.tool_calls and dropped != 'calls' %}{{ m.tool_calls | tojson }}{% endif %}"
+    "{% endif %}{% endfor %}"
     "{% if tools and not drops_tools %}{{ tools | tojson }}{% endif %}"
 )
 CHAT = "/v1/chat/completions"
@@ -407,7 +410,8 @@ WRONG = {
     "stream_options": [True, [], {"include_usage": 1}, {"include": True}, {"include_usage": True}],
     "frequency_penalty": [-3, 3, "x", []],
     "suffix": ["x", 1],
-    "n": [0, 2, "1", -1],
+    "n": [0, 2, "1", -1, True],
+    "echo": [True, 0],
     "logprobs": [True, 5],
     "presence_penalty": [-3, 3, "x", []],
     "generation_config": ['{"max_new_tokens": 1000000000}', "{", {}, '{"num_beams": 9999}'],
@@ -852,6 +856,44 @@ def test_tools_that_the_template_drops_are_refused(server):
     assert (status, said["error"]["param"]) == (400, "tools")
     assert "the chat template drops the request's tools" in error_of(said)
     assert asked(server, CHAT, {**body, "tool_choice": "none"})[0] == 200
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+
+
+@pytest.mark.parametrize(
+    ("dropped", "message", "part"),
+    [
+        ("tool", {"role": "tool", "tool_call_id": "1", "content": "rain"}, "tool messages"),
+        ("system", {"role": "system", "content": "Be brief"}, "system messages"),
+        ("calls", {"role": "assistant", "content": "", "tool_calls": [CALL]}, "tool calls"),
+    ],
+)
+def test_messages_that_the_template_drops_are_refused(server, dropped, message, part):
+    """A model that never sees a tool's result or the system prompt would answer without it."""
+    body = good(messages=[message, *HELLO])
+    assert asked(server, CHAT, body)[0] == 200
+    body["chat_template_kwargs"] = {"dropped": dropped}
+    status, said = asked(server, CHAT, body)
+    assert (status, said["error"]["param"]) == (400, "messages")
+    assert f"the chat template drops the request's {part}" in error_of(said)
+
+
+def test_the_template_gets_the_whole_message():
+    """Text beside calls, parts and further fields; the call's arguments become an object."""
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    message = {"role": "assistant", "content": parts, "tool_calls": [CALL], "refusal": None}
+    (turn,) = serving.turns([{**message, "reasoning_content": "hm"}])
+    function = {"name": "f", "arguments": {"x": 1}}
+    assert turn == {
+        "role": "assistant",
+        "content": "one\ntwo",
+        "reasoning_content": "hm",
+        "tool_calls": [{**CALL, "function": function}],
+    }
+    assert serving.turns([{"role": "assistant", "content": None, "tool_calls": []}]) == [
+        {"role": "assistant", "content": ""}
+    ]
 
 
 def test_the_end_does_not_wait_for_answers(directory):

@@ -325,11 +325,59 @@ def _is_read(name: str, value: Any, fields: dict[str, _Field]) -> bool:
         if not is_right(value):
             raise invalid(name, f"{name} must be {expected} (got {_shown(value)})")
         return True
-    if name in _NEUTRAL and value not in (None, *_NEUTRAL[name]):
+    if name in _NEUTRAL and not any(_is_same(value, one) for one in (None, *_NEUTRAL[name])):
         raise invalid(name, f"{name}={_shown(value)} is not supported; leave {name} out")
     if name not in fields and name not in _NEUTRAL and name not in _UNREAD:
         raise invalid(_shown(name), f"{_shown(name)} is not a field of this request")
     return False
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Return whether two JSON values are equal; true is not 1."""
+    return type(value) is type(other) and bool(value == other)
+
+
+def turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a request's messages as a chat template expects them.
+
+    The parts of a text are joined by line breaks, as in vLLM and llama.cpp, and the arguments of a
+    call are an object. Other fields are those of the request, without null ones.
+    """
+    found = []
+    for message in messages:
+        one = {name: value for name, value in message.items() if value is not None}
+        content = one.get("content", "")
+        parts = [content] if isinstance(content, str) else [part["text"] for part in content]
+        one["content"] = "\n".join(parts)
+        calls = one.pop("tool_calls", [])
+        if calls:
+            one["tool_calls"] = [{**call, "function": _parsed(call["function"])} for call in calls]
+        found.append(one)
+    return found
+
+
+def _parsed(function: dict[str, Any]) -> dict[str, Any]:
+    """Return a called function with arguments that are an object."""
+    arguments = function["arguments"]
+    is_text = isinstance(arguments, str)
+    return {**function, "arguments": json.loads(arguments) if is_text else arguments}
+
+
+def reductions(wanted: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield a chat request without each of its parts that a template might drop.
+
+    Yields:
+        The field, a name of the part, and the request without the part.
+    """
+    if wanted.get("tools"):
+        yield "tools", "tools", {**wanted, "tools": None}
+    messages = wanted["messages"]
+    for role in dict.fromkeys(one["role"] for one in messages if one.get("content")):
+        others = [one for one in messages if one["role"] != role]
+        yield "messages", f"{role} messages", {**wanted, "messages": others}
+    if any(one.get("tool_calls") for one in messages):
+        bare = [{**one, "tool_calls": None} for one in messages]
+        yield "messages", "tool calls", {**wanted, "messages": bare}
 
 
 def check_model(value: Any, model: str) -> None:
@@ -386,15 +434,13 @@ def _are_messages(value: Any) -> bool:
 def _is_message(one: Any) -> bool:
     if not isinstance(one, dict) or not _is_text(one.get("role")):
         return False
-    if one.get("tool_calls") is None:
-        one.pop("tool_calls", None)
-    elif not isinstance(one["tool_calls"], list) or not all(map(_is_call, one["tool_calls"])):
+    calls = one.get("tool_calls") or []
+    if not isinstance(calls, list) or not all(map(_is_call, calls)):
         return False
     content = one.get("content")
     if isinstance(content, list):
         return all(map(_is_part, content))
-    is_call = bool(one.get("tool_calls"))
-    return isinstance(content, str) or (content is None and (is_call or "content" in one))
+    return isinstance(content, str) or (content is None and (bool(calls) or "content" in one))
 
 
 def _is_part(one: Any) -> bool:

@@ -23,7 +23,15 @@ import uvicorn
 from transformers.cli.serving.model_manager import ModelManager
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from mens_exp.export.serving import HttpError, check_model, checked, invalid, parsed
+from mens_exp.export.serving import (
+    HttpError,
+    check_model,
+    checked,
+    invalid,
+    parsed,
+    reductions,
+    turns,
+)
 from mens_exp.export.serving_generation import (
     _MOST_NEW_TOKENS,
     CURRENT,
@@ -93,7 +101,6 @@ class App:
         models = ModelManager(force_model=name)
         (loaded,) = models.loaded_models.values()
         self.model, self.processor = loaded.model, loaded.processor
-        self.modality = models.get_model_modality(self.model, processor=self.processor)
         config = self.model.config.get_text_config()
         self.vocabulary = int(config.vocab_size)
         self.context = getattr(config, "max_position_embeddings", None)
@@ -214,16 +221,17 @@ class App:
         """Return the length of a prompt.
 
         Raises:
-            HttpError: the prompt cannot be rendered or encoded, or the template drops the tools.
+            HttpError: the prompt cannot be rendered or encoded, or the template drops a part of it.
         """
         if is_chat:
-            ids = self._rendered(wanted, wanted.get("tools"))
-            if wanted.get("tools") and self._is_same_without_tools(wanted, ids):
-                raise invalid(
-                    "tools",
-                    "the chat template drops the request's tools; leave tools out, or serve a model"
-                    " whose template renders them",
-                )
+            ids = self._rendered(wanted)
+            for field, part, reduced in reductions(wanted):
+                if self._is_rendered_as(reduced, ids):
+                    raise invalid(
+                        field,
+                        f"the chat template drops the request's {part}; leave them out, or serve a "
+                        "model whose template renders them",
+                    )
         else:
             tokenizer = getattr(self.processor, "tokenizer", self.processor)
             ids = tokenizer(wanted["prompt"])["input_ids"]
@@ -231,17 +239,15 @@ class App:
             raise invalid("messages" if is_chat else "prompt", "the prompt has no tokens")
         return len(ids)
 
-    def _rendered(self, wanted: dict[str, Any], tools: Any) -> list[int]:
+    def _rendered(self, wanted: dict[str, Any]) -> list[int]:
         """Return the token ids of a conversation."""
         if not getattr(self.processor, "chat_template", None):
             raise invalid("messages", f"this model has no chat template; ask {_TEXT}")
         try:
-            handler = self.handlers[_CHAT]
-            turns = handler.get_processor_inputs_from_messages(wanted["messages"], self.modality)
             ids = self.processor.apply_chat_template(
-                turns,
+                turns(wanted["messages"]),
                 add_generation_prompt=True,
-                tools=tools,
+                tools=wanted.get("tools"),
                 tokenize=True,
                 return_dict=True,
                 **wanted.get("chat_template_kwargs", {}),
@@ -251,10 +257,10 @@ class App:
             raise invalid("messages", said) from error
         return list(ids[0] if ids and isinstance(ids[0], list) else ids)  # a processor's batch
 
-    def _is_same_without_tools(self, wanted: dict[str, Any], ids: list[int]) -> bool:
+    def _is_rendered_as(self, wanted: dict[str, Any], ids: list[int]) -> bool:
         try:
-            return ids == self._rendered(wanted, None)
-        except HttpError:  # the template needs the tools
+            return ids == self._rendered(wanted)
+        except HttpError:  # the template needs what was left out
             return False
 
     def _limit(self, wanted: dict[str, Any], tokens: int, *, is_chat: bool) -> None:

@@ -28,6 +28,8 @@ from transformers.cli.serving.utils import (
     response_events_to_chunks,
 )
 
+from mens_exp.export.serving import turns
+
 if TYPE_CHECKING:
     import asyncio
 
@@ -293,6 +295,15 @@ class _Handler:
 
 class Chat(_Handler, ChatCompletionHandler):  # type: ignore[misc]  # untyped
     """Answers to messages."""
+
+    @staticmethod
+    def get_processor_inputs_from_messages(messages: list[dict[str, Any]], _: Any) -> Any:
+        """Return the turns as they were checked.
+
+        transformers' own function drops the text of a message that has calls, and fields such as
+        ``name`` and ``reasoning_content``.
+        """
+        return turns(messages)
 
     def _build_completion(self, request_id: str, content: Any, *rest: Any, **named: Any) -> Any:
         """Cut the content that was parsed from the complete answer at its first stop."""

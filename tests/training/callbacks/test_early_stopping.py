@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 from lightning import Callback
 
@@ -44,6 +46,7 @@ def steps_taken(fit, losses, min_steps=None, **settings):
         ([5, 6, 4, 3, 3, 2], {"patience": 1, "min_steps": 3}, 5),
         ([5, 6, 6, 6, 6, 2], {"patience": 2, "min_steps": 5}, 5),
         ([5, 6, 6, 6, 6, 6], {"patience": 2, "min_steps": 6}, 6),
+        ([5, math.nan, 4, math.inf, math.nan, 3], {"patience": 2}, 5),
     ],
 )
 def test_a_run_ends_after_so_many_validations_without_a_lower_loss(fit, losses, settings, steps):

@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 class EarlyStopping(LightningEarlyStopping):
     """Stops a run after ``patience`` validations without a lower loss, and records it.
 
-    The rule is Lightning's. Two behaviours differ. Before ``trainer.min_steps`` the rule only
+    The rule is Lightning's. Three behaviours differ. Before ``trainer.min_steps`` the rule only
     counts: the run ends at the first later validation at which it holds, and goes on if the loss
-    has improved since; Lightning's callback would end it at that step all the same. And a run that
+    has improved since; Lightning's callback would end it at that step all the same. A run that
     is resumed from the step at which it stopped stops there again; Lightning's callback restores
-    its count and continues training.
+    its count and continues training. And a loss that is not finite is a validation without
+    improvement; Lightning's callback would end the run as if it had converged.
     """
 
     def __init__(self, run: RunRecord, patience: int = 3, min_delta: float = 0.0) -> None:
@@ -35,7 +36,11 @@ class EarlyStopping(LightningEarlyStopping):
                 improvement.
         """
         super().__init__(
-            "val/loss", min_delta=min_delta, patience=patience, check_on_train_epoch_end=False
+            "val/loss",
+            min_delta=min_delta,
+            patience=patience,
+            check_finite=False,
+            check_on_train_epoch_end=False,
         )
         self.run = run
         self._has_ended_it = False
