@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from mens_exp.backends import frozen_base, generation
 from mens_exp.backends.generation import Answers, evaluating, greedy, next_logits
 from mens_exp.data.batch import packed_batch
+from mens_exp.model import kernels
 from mens_exp.quant.layers import binding_that_holds, quantized_linears
 
 F32 = "quant.compute_dtype=f32"
@@ -144,12 +145,15 @@ def test_a_prefix_that_all_have_is_read_once(backend, monkeypatch):
 
 
 @pytest.mark.parametrize("quant", ["nf4", "fp4", "int8", "nf3", "uint4"])
-@pytest.mark.parametrize("dtype", ["bf16", "f32"])
-def test_weights_are_dequantized_once_for_all_tokens(tiny_backend, monkeypatch, quant, dtype):
+@pytest.mark.parametrize(("dtype", "has_bf16"), [("bf16", True), ("bf16", False), ("f32", True)])
+def test_weights_are_dequantized_once_for_all_tokens(
+    tiny_backend, monkeypatch, quant, dtype, has_bf16
+):
     """Logits of every step are bitwise those of weights that are dequantized for each token.
 
     Without free memory, nothing is kept; afterwards, nothing is kept either.
     """
+    monkeypatch.setattr(kernels, "has_bf16", lambda _: has_bf16)
     backend = tiny_backend(f"quant={quant}", f"quant.compute_dtype={dtype}", live=True)
     logits = []
 
@@ -177,6 +181,28 @@ def test_weights_are_dequantized_once_for_all_tokens(tiny_backend, monkeypatch, 
     steps = len(logits) // 3
     assert all(map(torch.equal, logits[:steps], logits[-steps:]))
     assert not backend.weights.are_kept(next(iter(layers.values())))
+
+
+@pytest.mark.parametrize(("room", "kept"), [(100.0, torch.float32), (2.0, torch.bfloat16)])
+def test_weights_are_kept_in_the_format_of_products(tiny_backend, monkeypatch, room, kept):
+    """Without bf16 instructions they are converted once, the head's too, if there is room.
+
+    A quarter of the free memory is used, ``room`` bytes for each quantized weight.
+    """
+    monkeypatch.setattr(kernels, "has_bf16", lambda _: False)
+    backend = tiny_backend("quant.compute_dtype=bf16", live=True)
+    head = backend.causal_lm.get_output_embeddings()
+    layers = list(quantized_linears(backend.causal_lm).values())
+    free = 4 * room * sum(one.in_features * one.out_features for one in layers)
+    monkeypatch.setattr(frozen_base, "host_memory", lambda: (1 << 40, free))
+    layer = layers[0]
+    narrow = backend.weights.of(layer, torch.bfloat16)
+    with backend.weights.dequantized_once(backend.causal_lm, torch.bfloat16):
+        weight = backend.weights.of(layer, torch.bfloat16)
+        assert weight.dtype is kept
+        assert torch.equal(weight, narrow)
+        assert backend.weights.of(layer, torch.bfloat16) is weight
+        assert backend.weights.are_kept(head) is (kept is torch.float32)
 
 
 def test_the_head_is_not_copied_for_each_prompt(backend):

@@ -288,3 +288,24 @@ def test_an_objective_with_a_reference_keeps_the_base_s_states(tiny_config, monk
     components = of(config).components
     assert components.pop("reference") == 512 * 64 * 2
     assert components == usual
+
+
+@pytest.mark.parametrize(
+    ("overrides", "has_bf16", "bytes_of"),
+    [
+        (["backend=qlora"], True, (2, 0)),
+        (["backend=qlora"], False, (4, 4)),
+        (["backend=qlora"], None, (2, 0)),
+        (["backend=lora"], True, (0, 0)),
+        (["backend=lora"], False, (4, 4)),
+        (["backend=qlora", "quant.compute_dtype=f32"], False, (4, 0)),
+    ],
+)
+def test_completions_keep_the_base_in_the_format_of_products(
+    tiny_config, overrides, has_bf16, bytes_of
+):
+    """Weights of linear layers and of the head, 2 or 4 bytes each; test_greedy has the backend."""
+    config = tiny_config("suite=mini_python", *overrides)
+    found = of(config, has_bf16=has_bf16).components.get("base, converted for completions", 0)
+    linears = 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128)
+    assert found == bytes_of[0] * linears + bytes_of[1] * 320 * 64

@@ -301,15 +301,19 @@ class FrozenWeights:
         """Start without a cached layer."""
         self.in_fp8, self._head = in_fp8, None
         self._bindings: dict[Any, Binding | None] = {}  # a lookup in each forward is too slow
-        self._kept: dict[tuple[Any, torch.dtype], torch.Tensor] | None = None
+        self._plain: list[Any] = []  # unquantized layers whose forward was replaced
+        self._keeping, self._keeps_f32 = frozenset[Any](), False
+        self._kept: dict[tuple[Any, torch.dtype], torch.Tensor] = {}
 
     @contextmanager
     def dequantized_once(self, model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
         """Inside the block, dequantize each weight once, if a CPU has room for all of them.
 
         Every token of an answer needs all weights. Keeping them saves a fifth of a step with NF4
-        and two thirds with codebooks (measured: SmolLM2, eight answers at a time). The values are
-        the same. Nothing changes on other devices, or if processes hold parts of the weights.
+        and two thirds with codebooks (measured: SmolLM2, eight answers at a time). If products are
+        rounded, they are kept in f32, and so are plain layers, which saves half of a step (with
+        AVX2). The values are the same. Nothing changes on other devices, or if processes hold parts
+        of the weights.
 
         Args:
             model: the model on its device.
@@ -317,24 +321,29 @@ class FrozenWeights:
         """
         from torch.distributed.tensor import DTensor
 
-        layers = quantized_linears(model).values()
-        needed = dtype.itemsize * sum(one.in_features * one.out_features for one in layers)
+        coded = list(quantized_linears(model).values())
         are_here = all(
             one.weight.device.type == "cpu"
             and not isinstance(one.weight, DTensor)
             and not is_offloaded(one)
-            for one in layers
+            for one in [*coded, *self._plain]
         )
-        room = min(MOST_DEQUANTIZED, host_memory()[1] * _SHARE_OF_FREE)
-        self._kept = {} if are_here and needed <= room else None
+        room = min(MOST_DEQUANTIZED, host_memory()[1] * _SHARE_OF_FREE) if are_here else 0
+        choices = [(coded, dtype)]
+        if is_rounded(dtype, torch.device("cpu")):
+            choices.insert(0, ([*coded, *self._plain], torch.float32))
+        for layers, kept in choices:
+            if kept.itemsize * sum(map(_weights, layers)) <= room:
+                self._keeping, self._keeps_f32 = frozenset(layers), kept is torch.float32
+                break
         try:
             yield
         finally:
-            self._kept = None
+            self._keeping, self._kept = frozenset(), {}
 
     def are_kept(self, layer: Any) -> bool:
-        """Return whether :meth:`of` keeps the dequantized weight of a layer."""
-        return self._kept is not None and self._binding(layer) is not None
+        """Return whether :meth:`of` keeps the weight of a layer."""
+        return layer in self._keeping
 
     def are_known(self, layer: Any) -> bool:
         """Return whether a layer computes ``W x + b`` with the weight of :meth:`of`."""
@@ -344,14 +353,21 @@ class FrozenWeights:
         return _is_plain(layer) if binding is None else binding.multiplies(layer)
 
     def of(self, layer: Any, dtype: torch.dtype) -> torch.Tensor:
-        """Return W, ``[O, I]``, in a dtype."""
+        """Return W, ``[O, I]``, in a dtype; a kept one may be in f32, with the same values."""
+        if layer not in self._keeping:
+            return self._weight(layer, dtype)
+        found = self._kept.get((layer, dtype))
+        if found is None:
+            found = self._weight(layer, dtype)
+            if self._keeps_f32 and is_rounded(dtype, found.device):
+                found = found.float()
+            self._kept[layer, dtype] = found
+        return found
+
+    def _weight(self, layer: Any, dtype: torch.dtype) -> torch.Tensor:
         binding = self._binding(layer)
         if binding is not None:
-            if self._kept is None:
-                return binding.weight(layer, dtype)
-            if (layer, dtype) not in self._kept:
-                self._kept[layer, dtype] = binding.weight(layer, dtype)
-            return self._kept[layer, dtype]
+            return binding.weight(layer, dtype)
         weight: torch.Tensor = layer.weight.to(dtype)
         return weight if isinstance(layer, torch.nn.Linear) else weight.t()
 
@@ -372,6 +388,8 @@ class FrozenWeights:
         for module in model.modules():
             if isinstance(module, torch.nn.Linear | Conv1D) and not hasattr(module, "lora_A"):
                 module.forward = _FrozenForward(module, self)  # type: ignore[method-assign]
+                if self._binding(module) is None:
+                    self._plain.append(module)
 
     def _binding(self, layer: Any) -> Binding | None:
         if layer not in self._bindings:
@@ -402,6 +420,12 @@ class _FrozenForward:
         of_layer = functools.partial(weights.of, layer)
         y = frozen_linear(x, of_layer, layer.bias, in_fp8=in_fp8)
         return y.to(x.dtype) if hasattr(layer.weight, "quant_state") else y
+
+
+def _weights(layer: Any) -> int:
+    """Count the weights of a linear layer, of which codes have another shape."""
+    is_linear = isinstance(layer, torch.nn.Linear)
+    return int(layer.in_features * layer.out_features if is_linear else layer.weight.numel())
 
 
 def _is_plain(layer: Any) -> bool:

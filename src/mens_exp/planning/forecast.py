@@ -184,7 +184,8 @@ def shared(
         return None
 
     def formula(strategy: Strategy) -> Memory:
-        return memory(_under(config, strategy), shape, documents, kind=device.kind)
+        under = _under(config, strategy)
+        return memory(under, shape, documents, kind=device.kind, has_bf16=device.has_bf16)
 
     chosen, bounds = formula(trainer.sharing), {}
     for strategy in Strategy:
@@ -323,7 +324,7 @@ def forecast(
         if (one.device, one.backend) == (machine.name, config.backend.name)
         and is_alike(one, **sizes)
     ][-_RECENT:]
-    plain = memory(config, shape, documents, kind=machine.kind)
+    plain = memory(config, shape, documents, kind=machine.kind, has_bf16=machine.has_bf16)
     seen = residuals(_ratios(known))
     return Forecast(
         memory=_corrected(plain, seen),

@@ -214,7 +214,14 @@ def recomputes(config: RunConfig, shape: Shape, kind: str) -> bool:
     )
 
 
-def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) -> Memory:
+def memory(
+    config: RunConfig,
+    shape: Shape,
+    documents: Documents,
+    *,
+    kind: str,
+    has_bf16: bool | None = None,
+) -> Memory:
     """Estimate the peak memory of a training process.
 
     Args:
@@ -222,6 +229,7 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
         shape: dimensions of the base model.
         documents: lengths of the training documents.
         kind: ``cpu`` or ``cuda``.
+        has_bf16: whether the device multiplies bf16 matrices; None if that is unknown.
     """
     width = 2 if config.quant.compute_dtype is ComputeDtype.bf16 else _F32
     parameters = trained_parameters(config, shape)
@@ -263,7 +271,8 @@ def memory(config: RunConfig, shape: Shape, documents: Documents, *, kind: str) 
         else _CUDA_FRAMEWORK,
     }
     if on_cpu:
-        components |= _completions(config, shape, width) if config.suite.spec.scores else {}
+        if config.suite.spec.scores:
+            components |= _completions(config, shape, width, has_bf16=has_bf16)
         coded = frozen_linears(config, shape) - dense if config.quant.spec.keeps_codes else 0
         plain = shape.parameters - coded
         components["weights file, mapped"] = round(_MAPPED * plain + coded * bits / 8)
@@ -504,13 +513,20 @@ def trained_parameters(config: RunConfig, shape: Shape) -> int:
     return config.lora.r * (len(stack.middle) * 2 * d + shape.vocab_size + d)
 
 
-def _completions(config: RunConfig, shape: Shape, width: int) -> dict[str, int]:
-    """Return what answers of a suite take, with the weights that are dequantized for them."""
+def _completions(
+    config: RunConfig, shape: Shape, width: int, *, has_bf16: bool | None
+) -> dict[str, int]:
+    """Return what answers of a suite take, with the weights that are converted once for them."""
     found = {"completions": _COMPLETIONS}
-    dequantized = frozen_linears(config, shape) * width
-    is_whole = config.backend.spec.is_causal and not is_in_parts(config)
-    is_kept = is_whole and config.quant.is_quantized and dequantized <= MOST_DEQUANTIZED
-    return found | ({"dequantized base, for completions": dequantized} if is_kept else {})
+    if not config.backend.spec.is_causal or is_in_parts(config):
+        return found
+    linears, head = frozen_linears(config, shape), shape.vocab_size * shape.hidden_size
+    choices = [linears * width] if config.quant.is_quantized else []
+    if width < _F32 and has_bf16 is False and config.backend.spec.has_adapter:
+        # Products are in f32, and so are the head's.
+        choices.insert(0, (linears + head) * _F32)
+    kept = next((one for one in choices if one <= MOST_DEQUANTIZED), None)
+    return found | ({"base, converted for completions": kept} if kept else {})
 
 
 def frozen_linears(config: RunConfig, shape: Shape) -> int:
