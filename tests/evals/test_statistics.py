@@ -95,6 +95,11 @@ def test_sign_flip_is_scipys_permutation_test():
     assert statistics.sign_flip_p(REAL) == pytest.approx(theirs.pvalue)
 
 
+def test_sign_flip_counts_the_observed_signs_if_the_sum_is_rounding():
+    """The sum is zero by hand, so that every pattern of signs reaches it."""
+    assert statistics.sign_flip_p([-1.1, 1.5, -0.3, -0.8, 1.6, 0.2, -1, -0.1]) == 1.0
+
+
 def test_sign_flip_of_many_seeds_is_sampled_near_t():
     """Beyond sixteen seeds a fixed sample of patterns is used: reproducible and near t's p."""
     values = np.random.default_rng(2).normal(0.4, 1, 24)

@@ -196,6 +196,22 @@ def test_what_seeds_find_is_a_range():
     assert found["seeds_needed_low"] < found["seeds_needed"] < found["seeds_needed_high"]
 
 
+@pytest.mark.parametrize("how", [{}, {"sequential": "always_valid"}, {"test": "sign_flip"}])
+@pytest.mark.parametrize("exact", [0, 1])
+def test_arms_with_the_same_score_have_no_difference(how, exact):
+    """7 of 12 answers pass in each, but the means of the items' means differ in the last bit."""
+    one = {f"i{at}": passed / 3 for at, passed in enumerate((0, 3, 3, 1))}
+    other = {f"i{at}": passed / 3 for at, passed in enumerate((0, 1, 3, 3))}
+    assert of_items(one).mean != of_items(other).mean
+    scored = dict.fromkeys(range(12), one)
+    against = {seed: one if seed < exact else other for seed in scored}
+    for pair in ((scored, against), (against, scored)):
+        found = verdict("task_success", *pair, **how)
+        assert (found["estimate"], found["p"]) == (0.0, 1.0)
+        assert set(found["differences"]) == {0.0}
+        assert found["verdict"] not in {Verdict.BETTER, Verdict.WORSE}
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("alpha", [1e-9, 0.05, 0.499999])
 @pytest.mark.parametrize("power", [0.5, 0.9999999999])

@@ -6,9 +6,11 @@ import shutil
 import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
+from mens_exp.config.compose import compose, typed
 from mens_exp.config.task import GgufDtype
 from mens_exp.errors import MensError
 from mens_exp.export.gguf import write_gguf
+from mens_exp.layout.model_cache import locate_bundled
 
 gguf = pytest.importorskip("gguf", reason="gguf is missing: pip install 'mens-exp[gguf]'")
 LLAMA3_SPLIT = (
@@ -23,6 +25,11 @@ def copied(source, target):
 
 def header(file):
     return {name: field.contents() for name, field in gguf.GGUFReader(file).fields.items()}
+
+
+def smollm_splitting():
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
 
 
 def split_by(pattern):
@@ -40,6 +47,7 @@ def split_by(pattern):
     ("name", "splitting"),
     [
         ("gpt-2", lambda: pre_tokenizers.ByteLevel(add_prefix_space=False)),
+        ("smollm", smollm_splitting),
         ("llama-bpe", lambda: split_by(LLAMA3_SPLIT)),
         ("qwen2", lambda: split_by(LLAMA3_SPLIT.replace("{1,3}", ""))),
     ],
@@ -66,19 +74,10 @@ def test_a_byte_level_tokenizer_read_back_gives_the_same_ids(
     same_ids(source, tmp_path / "m.gguf")
 
 
-def test_smollms_splitting_has_its_name(
-    trained_vocabulary,
-    source_of,
-    tmp_path,
-):
-    """Its pre-tokenizer splits off single digits, then applies GPT-2's."""
-    source = copied(source_of("llama"), tmp_path / "m")
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    splitting = pre_tokenizers.Sequence([digits, level])
-    trained_vocabulary(splitting).save(str(source / "tokenizer.json"))
-    write_gguf(source, tmp_path / "m.gguf", GgufDtype.f16)
-    assert header(tmp_path / "m.gguf")["tokenizer.ggml.pre"] == "smollm"
+def test_the_bundled_tokenizer_is_that_of_its_file(same_ids, smollm2):
+    """SmolLM2's splits off single digits; transformers' reader of GGUF files takes GPT-2's."""
+    model = typed(compose([["model=smollm2_135m"]])[0].values).model
+    same_ids(smollm2.directory, locate_bundled(model))
 
 
 def with_bytes(vocab, merges):

@@ -386,6 +386,7 @@ WRONG = {
     "messages": [
         *(None, [], "Hello", {}, [1], [[]], [{}], [None]),
         [{"role": "user"}],
+        [{"role": "user", "content": None}],
         [{"role": 1, "content": "x"}],
         [{"content": "x"}],
         [{"role": "nobody", "content": "x"}],
@@ -412,7 +413,7 @@ WRONG = {
     "suffix": ["x", 1],
     "n": [0, 2, "1", -1, True],
     "echo": [True, 0],
-    "logprobs": [True, 5],
+    "logprobs": [True, 0, 5],
     "presence_penalty": [-3, 3, "x", []],
     "generation_config": ['{"max_new_tokens": 1000000000}', "{", {}, '{"num_beams": 9999}'],
     "model": [1, [], {}, True],
@@ -887,7 +888,7 @@ def test_the_template_gets_the_whole_message():
     function = {"name": "f", "arguments": {"x": 1}}
     assert turn == {
         "role": "assistant",
-        "content": "one\ntwo",
+        "content": "onetwo",
         "reasoning_content": "hm",
         "tool_calls": [{**CALL, "function": function}],
     }

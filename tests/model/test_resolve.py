@@ -244,6 +244,20 @@ def test_reading_the_wheel_without_gguf_names_the_extra(tiny_config, tmp_path, m
         resolve(bundled_smollm2(tiny_config), tmp_path)
 
 
+def test_a_splitting_of_texts_without_a_name_here_is_refused(tmp_path):
+    """Any other splitting would give other tokens than those the model was trained on."""
+    gguf = pytest.importorskip("gguf", reason="needs mens-exp[gguf]: pip install 'mens-exp[gguf]'")
+    file = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_tokenizer_pre("tekken")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ModelFileError, match="splits texts in an unknown way") as caught:
+        sources._splitting(file)
+    assert "tokenizer.ggml.pre=tekken" in str(caught.value)
+
+
 def test_the_bundled_wheel_becomes_a_whole_directory(smollm2):
     """SmolLM2 has 30 layers in bf16 with tokenizer and chat template; its licence is recorded."""
     base = smollm2

@@ -114,6 +114,8 @@ def test_rounds_train_on_the_finished_answers_that_pass(done):
         assert kept <= known
         assert {task for task, _ in kept} == {task for task, _ in known}
         assert one["rows"] == len(rows) == len(kept)
+        read = json.loads((place / "train" / "manifest.json").read_text())["data_contract"]
+        assert one["train_rows"] == read["tokens"]["documents"]  # with rows of its own
     assert rounds_of(done)[-1]["rows"] > 4
 
 

@@ -189,6 +189,12 @@ def unpaired(arm: Sequence[float], reference: Sequence[float], alpha: float) -> 
     )
 
 
+def difference(score: float, other: float) -> float:
+    """Return ``score - other``; 0 if it is only rounding, as of means summed in another order."""
+    found = score - other
+    return 0.0 if abs(found) <= 1e-12 * max(abs(score), abs(other)) else found
+
+
 def sign_flip_p(differences: Sequence[float]) -> float:
     """Return the two-sided p-value of the sign-flip test: under the null, signs are random.
 
@@ -197,7 +203,8 @@ def sign_flip_p(differences: Sequence[float]) -> float:
     """
     values = np.asarray(differences, float)
     n = len(values)
-    observed = abs(values.sum()) * (1 - 1e-12)  # sums in a different order round differently
+    rounding = 1e-12 * np.abs(values).sum()  # sums in a different order round differently
+    observed = abs(values.sum()) - rounding
     if n <= _EXACT_SEEDS:
         patterns = (np.arange(2**n)[:, None] >> np.arange(n)) & 1
         return float((np.abs((2 * patterns - 1) @ values) >= observed).mean())

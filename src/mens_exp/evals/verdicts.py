@@ -88,6 +88,11 @@ class _Pair:
     weights: dict[str, float]
     unshared: int
 
+    @property
+    def difference(self) -> float:
+        """The arm's mean minus the reference's."""
+        return statistics.difference(self.arm, self.reference)
+
 
 def compared(
     name: str, arm: ArmScores, reference: ArmScores, noise: NoiseRecord, rule: Rule
@@ -113,7 +118,7 @@ def compared(
     if not pairs:
         record["why"] = _why_unknown(name, arm, reference)
         return record
-    differences = [pair.arm - pair.reference for pair in pairs.values()]
+    differences = [pair.difference for pair in pairs.values()]
     error = rule.error_of(name)
     fixed, why = _tested(list(pairs.values()), rule, error)
     main = sequential.always_valid(differences, error) if rule.is_always_valid else fixed
@@ -230,7 +235,7 @@ def _paired(
     if mine is None or theirs is None:
         return None
     shared = sorted(mine[1].keys() & theirs[1].keys())
-    items = {item: mine[1][item] - theirs[1][item] for item in shared}
+    items = {item: statistics.difference(mine[1][item], theirs[1][item]) for item in shared}
     if kpi.missing is Missing.ABSENT and mine[1]:
         if not shared:
             return None
@@ -275,7 +280,7 @@ def _by_item(pairs: Sequence[_Pair], alpha: float) -> Interval | None:
 
 def _tested(pairs: Sequence[_Pair], rule: Rule, error: float) -> tuple[Interval, str]:
     """Return the interval of the mean difference for the rule's target, or why there is none."""
-    main = statistics.paired([pair.arm - pair.reference for pair in pairs], error)
+    main = statistics.paired([pair.difference for pair in pairs], error)
     if rule.target == "these_items" or len(pairs) == 1:
         return main, ""
     why = _no_sample(pairs)

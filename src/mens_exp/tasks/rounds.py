@@ -64,7 +64,9 @@ class Round(TypedDict):
         kept: distinct passing answers of this round; with rewards, its finished answers.
         new: rows that no earlier round had.
         prompts_of_both: tasks with passing and failing rows, if failing answers are trained on.
-        rows: sampled rows that the round trained on.
+        rows: sampled rows that the round's training run read.
+        train_rows: rows that it trained on, your own included; the others of the rows that it read
+            are for validation or held out. None for streamed rows.
         prompts_without_pass: tasks without a passing answer.
         tuned_val_loss: validation loss after training, on rows of the round's own split.
         kpi: name of the KPI of the scoring suite; None without one.
@@ -83,6 +85,7 @@ class Round(TypedDict):
     new: int
     prompts_of_both: int
     rows: int
+    train_rows: int | None
     prompts_without_pass: int
     tuned_val_loss: float | None
     kpi: str | None
@@ -347,6 +350,7 @@ def _round(
         "new": rows[1],
         "prompts_of_both": counts.get("prompts_of_both", 0),  # absent in earlier releases
         "rows": rows[0],
+        "train_rows": trained.inputs["data"].get("train_rows"),
         "prompts_without_pass": counts["prompts_without_pass"],
         "tuned_val_loss": trained.results.get("tuned_val_loss"),
         "kpi": kpi,
