@@ -78,6 +78,24 @@ def test_a_template_that_is_not_chatml_is_left_out_and_said(tokenizer_with, temp
     assert "# No TEMPLATE: this chat template is not ChatML" in text
 
 
+THINKING = CHATML.replace(
+    "message['content']", "message['content'].split('</think>')[-1].lstrip('\\n')"
+)
+NO_EMPTY = "{% set messages = messages | selectattr('content') | list %}" + CHATML
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [(THINKING, "an earlier answer's <think> part"), (NO_EMPTY, "an empty system turn")],
+)
+def test_turns_that_the_template_renders_otherwise_are_named(tokenizer_with, template, name):
+    """As Qwen 3's does with reasoning; the TEMPLATE is right for all other conversations."""
+    text = modelfile(tokenizer_with(template), base=".")
+    assert f"# The model's own template renders otherwise: {name}.\n" in text
+    assert 'TEMPLATE """' in text
+    assert "renders otherwise" not in modelfile(tokenizer_with(CHATML), base=".")
+
+
 def test_the_three_forms_are_these_bytes(tokenizer_with):
     """The forms are a directory, a GGUF file, and a base with an adapter."""
     tokenizer = tokenizer_with(None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -258,12 +258,22 @@ _CHATML = (
 )
 _SYSTEM = re.compile(r"<\|im_start\|>system\n(.*?)<\|im_end\|>\n", re.DOTALL)
 # Conversations that distinguish ChatML from similar templates: white space, all roles and turns.
-_PROBES: tuple[tuple[tuple[str, str], ...], ...] = (
+_Turns = tuple[tuple[str, str], ...]
+_PROBES: tuple[_Turns, ...] = (
     (("user", "one"),),
     (("user", " spaced \n"), ("assistant", " answer \n"), ("user", "two")),
     (("system", "rules"), ("user", "one")),
     (("system", " rules \n"), ("user", "one"), ("assistant", "two"), ("user", "three")),
 )
+# Turns that templates otherwise like ChatML change or leave out, and their names.
+_EDGES: Final = {
+    "an earlier answer's <think> part": (
+        ("user", "one"),
+        ("assistant", "<think>\nwhy\n</think>\n\ntwo"),
+        ("user", "three"),
+    ),
+    "an empty system turn": (("system", ""), ("user", "one")),
+}
 
 
 def modelfile(tokenizer: HfTokenizer, *, base: str, adapter: str | None = None) -> str:
@@ -285,6 +295,9 @@ def modelfile(tokenizer: HfTokenizer, *, base: str, adapter: str | None = None) 
     if adapter is not None:
         lines.append(f"ADAPTER {adapter}")
     if is_chatml(tokenizer):
+        others = [name for name, probe in _EDGES.items() if not _is_same(tokenizer, probe)]
+        if others:
+            lines.append(f"# The model's own template renders otherwise: {', '.join(others)}.")
         lines.append(f'TEMPLATE """{_CHATML}"""')
         system = default_system(tokenizer)
         if system:
@@ -301,14 +314,17 @@ def modelfile(tokenizer: HfTokenizer, *, base: str, adapter: str | None = None) 
 
 def is_chatml(tokenizer: Tokenizer) -> bool:
     """Return whether the chat template is ChatML, apart from a default system turn."""
+    return all(_is_same(tokenizer, probe) for probe in _PROBES)
+
+
+def _is_same(tokenizer: Tokenizer, probe: _Turns) -> bool:
+    """Return whether the chat template renders a conversation as ChatML."""
     system = default_system(tokenizer)
     if system is None:
         return False
     try:
-        return all(
-            _rendered(tokenizer, probe) == _chatml(_with_system(probe, system)) for probe in _PROBES
-        )
-    except DataError:  # the template refuses one of the conversations
+        return _rendered(tokenizer, probe) == _chatml(_with_system(probe, system))
+    except DataError:  # the template refuses the conversation
         return False
 
 
@@ -327,17 +343,17 @@ def default_system(tokenizer: Tokenizer) -> str | None:
     return found[1] if found and '"""' not in found[1] else None
 
 
-def _rendered(tokenizer: Tokenizer, turns: tuple[tuple[str, str], ...]) -> str:
+def _rendered(tokenizer: Tokenizer, turns: _Turns) -> str:
     messages: list[Message] = [{"role": role, "content": content} for role, content in turns]
     return tokenizer.unguard(tokenizer.render(messages, add_generation_prompt=True))
 
 
-def _with_system(turns: tuple[tuple[str, str], ...], system: str) -> tuple[tuple[str, str], ...]:
+def _with_system(turns: _Turns, system: str) -> _Turns:
     has_one = turns[0][0] == "system"
     return turns if has_one or not system else (("system", system), *turns)
 
 
-def _chatml(turns: tuple[tuple[str, str], ...]) -> str:
+def _chatml(turns: _Turns) -> str:
     said = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in turns)
     return f"{said}<|im_start|>assistant\n"
 

@@ -338,7 +338,10 @@ def _base(inputs: MergeInputs, asked: MergeConfig) -> tuple[Quantizer | None, st
         differs = f"; it was trained on {header} values of them" if header != "none" else ""
         return None, f"the published weights, as asked{differs}"
     if recorded is not None:
-        says = f"{header} values in blocks of {recorded['block_size']}{_others(recorded)}"
+        spec = QUANTIZERS.known(header)
+        has_blocks = spec is None or "block_size" in spec.settings
+        blocks = f" in blocks of {recorded['block_size']}" if has_blocks else ""
+        says = f"{header} values{blocks}{_others(recorded)}"
         return recorded, f"{says}, which the adapter was trained against, as it records"
     assumed = _assumed(inputs)
     block = assumed["block_size"]

@@ -424,13 +424,14 @@ def peft_flags(manifest: AdapterManifest) -> dict[str, bool]:
     """
     spec = ADAPTERS.known(manifest.variant)
     if spec is None or spec.peft is None:
+        is_in_run = spec is not None and spec.has_peft_view
         raise DataError(
-            f"no PEFT directory is written of {manifest.variant}",
+            f"a PEFT directory of {manifest.variant} cannot be made from an adapter file",
             where="mens_exp.variant",
             found=manifest.variant,
             expected="lora, rslora or dora",
-            remedy="use adapter/peft of its run"
-            if spec is not None and spec.has_peft_view
+            remedy="use adapter/peft, which its run has written"
+            if is_in_run
             else "merge it: task=merge",
         )
     return {**dict.fromkeys(PEFT_FLAGS, False), **spec.peft}

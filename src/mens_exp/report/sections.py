@@ -418,10 +418,11 @@ def token_cells(part: Mapping[str, Any], unknown: Mapping[str, str]) -> Iterator
     yield _figure("end marker trained", _end(part), unknown.get("tokens.end_marker_trained"))
     lost = f"{wording.count(part['trained_tokens_lost'])} tokens"
     yield _figure("lost to truncation", f"{lost} ({_share(part, 'trained_tokens_lost')})")
+    whole = part["documents"] + part["nothing_to_learn"]
     nothing = f"{wording.count(part['nothing_to_learn'])} documents"
     yield _figure("nothing to learn", f"{nothing} ({_share(part, 'nothing_to_learn')})")
-    cut = f"{wording.count(part['truncated'])} documents cut"
-    yield _figure("longest", f"{wording.count(part['longest'])} tokens, {cut}")
+    longer = f"{wording.count(part['truncated'])} of {wording.count(whole)} documents were longer"
+    yield _figure("longest", f"{wording.count(part['longest'])} tokens; {longer}")
 
 
 def _share(part: Mapping[str, Any], name: str) -> str:

@@ -61,7 +61,7 @@ def test_merged_weights_are_the_rows_times_their_gains(trained, typed, tiny_base
         np.testing.assert_allclose(merged[key], expected, rtol=2**-7)
     assert read(RunDir(tmp_path / "record").parity)["passed"]
     said = typed("task=export", "path=run", "export.format=peft", "out=peft", code=2)
-    assert "no PEFT directory is written of gains" in said.stderr
+    assert "a PEFT directory of gains cannot be made from an adapter file" in said.stderr
     said = typed("task=merge", "path=run", "out=again", code=2, with_toys=False)
     assert "gains" in said.stderr
     assert not (tmp_path / "again").exists()
