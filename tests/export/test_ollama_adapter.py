@@ -1,12 +1,12 @@
-"""Adapters for Ollama, applied by its own rule, written out here.
+"""Adapters for Ollama, applied by llama.cpp's rule, written out here.
 
-`AdapterParameters` in Ollama's convert/convert.go reads `lora_alpha`, a uint32, and nothing else;
-llama.cpp multiplies the delta by it over the rank of the pair.
+It adds ``alpha / rank · B A`` to the tensor of the base's GGUF file that the pair is named after.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -14,7 +14,10 @@ from safetensors.numpy import load_file
 
 from mens_exp import cli
 from mens_exp.artifacts.certificate import Certificate
-from mens_exp.export import handoff
+from mens_exp.config.task import GgufDtype
+from mens_exp.export.gguf import write_gguf
+
+gguf = pytest.importorskip("gguf", reason="gguf is missing: pip install 'mens-exp[gguf]'")
 
 FORM = ("export.format=ollama", "ollama.form=adapter")
 PREFIX = "base_model.model."
@@ -73,6 +76,52 @@ def test_ollama_applies_what_was_trained(finished_with, overrides, tmp_path):
     assert Certificate.read(out / "parity.json").passed
 
 
+def matrices(file):
+    return {one.name: np.array(one.data, np.float64) for one in gguf.GGUFReader(file).tensors}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [(), ("lora.variant=rslora", "lora.rank_pattern={v_proj:3}", "lora.alpha_pattern={q_proj:5}")],
+)
+def test_base_and_adapter_are_the_merged_model(finished_with, source_of, overrides, tmp_path):
+    """In f32 files of the same base, with the rows of q and k reordered in all three."""
+    base = source_of("llama")
+    model = ("model=hf", f"model.id={base}", "backend=lora", "quant.compute_dtype=f32")
+    run = finished_with(*model, *overrides, "optim.lr=1e-2")
+    file = exported(run, tmp_path / "adapter", *FORM) / "adapter.gguf"
+    merged = exported(run, tmp_path / "merged", "export.format=gguf", "gguf.dtype=f32")
+    write_gguf(base, tmp_path / "base.gguf", GgufDtype.f32)
+    found, pairs = matrices(tmp_path / "base.gguf"), matrices(file)
+    fields = gguf.GGUFReader(file).fields
+    assert fields["general.type"].contents() == "adapter"
+    assert fields["adapter.type"].contents() == "lora"
+    assert fields["general.architecture"].contents() == "llama"
+    alpha = fields["adapter.lora.alpha"].contents()
+    for name in [one.removesuffix(".lora_a") for one in pairs if one.endswith(".lora_a")]:
+        A, B = pairs[f"{name}.lora_a"], pairs[f"{name}.lora_b"]
+        assert np.abs(B).max() > 0
+        found[name] += alpha / B.shape[1] * B @ A
+    expected = matrices(merged / "model.gguf")
+    assert found.keys() == expected.keys()
+    for name, values in found.items():
+        np.testing.assert_allclose(values, expected[name], rtol=1e-5, atol=1e-7)
+
+
+def test_ollama_is_given_the_file(finished, tmp_path):
+    """Ollama's own conversion of a PEFT directory applies q and k otherwise."""
+    text = (exported(finished, tmp_path / "out", *FORM) / "Modelfile").read_text("utf-8")
+    assert "\nADAPTER ./adapter.gguf\n" in text
+
+
+def test_gguf_is_needed(finished, tmp_path, monkeypatch, capsys):
+    """The extra is named before a run directory is created."""
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    exported(finished, tmp_path / "out", *FORM, code=3)
+    assert "pip install 'mens-exp[gguf]'" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_plain_adapter_keeps_its_bytes(finished, tmp_path):
     """Ollama's directory has the tensors of PEFT's."""
     out = exported(finished, tmp_path / "ollama", *FORM)
@@ -106,12 +155,3 @@ def test_what_ollama_does_not_load_is_refused(finished_with, overrides, said, tm
     assert f"Ollama does not load {said}" in text
     assert "export.format=ollama without ollama.form=adapter" in text
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("alpha", [7.5, "8", None, -1, True])
-def test_an_alpha_that_ollama_cannot_read_is_an_error(alpha, tmp_path):
-    """It is a uint32 there."""
-    text = json.dumps({"r": 4, "lora_alpha": alpha})
-    (tmp_path / "adapter_config.json").write_text(text, encoding="utf-8")
-    with pytest.raises(handoff.DataError, match="a whole number"):
-        handoff.as_ollama_reads(tmp_path, None, None)

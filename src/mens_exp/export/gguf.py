@@ -1,4 +1,4 @@
-"""export.format=gguf: a complete model directory as one GGUF file, with a Modelfile for Ollama.
+"""GGUF files of models and of LoRA adapters, and the Modelfile with which Ollama imports them.
 
 Only one tensor is in memory at a time, in its stored and its output form. The same directory gives
 the same bytes. Syntax of a Modelfile: https://github.com/ollama/ollama/blob/main/docs/modelfile.md.
@@ -17,19 +17,27 @@ import numpy as np
 from mens_exp.artifacts import atomic
 from mens_exp.config.task import GgufDtype
 from mens_exp.errors import DataError, MissingExtra, ModelFileError, RequestError
-from mens_exp.export.gguf_layout import Form, layout_of, vocabulary_of
+from mens_exp.export.gguf_layout import (
+    Form,
+    layout_of,
+    stored_as,
+    tensor_names,
+    vocabulary_of,
+)
 from mens_exp.export.handoff import BackendFamily, Handoff, write_handoff
 from mens_exp.layout.checkpoint_files import read_header
 from mens_exp.model.quiet import quiet
 from mens_exp.tokenizer.implementations import HfTokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     import torch
 
+    from mens_exp.artifacts.adapter_v3 import AdapterManifest
     from mens_exp.export.gguf_layout import GgufLayout, GgufVocabulary, Stored
+    from mens_exp.layout.adapter_base import AdapterBase
     from mens_exp.tokenizer.load import Tokenizer
     from mens_exp.tokenizer.templates import Message
 
@@ -196,12 +204,13 @@ def _read(layout: GgufLayout) -> Iterator[tuple[Stored, torch.Tensor]]:
             yield stored, _formed(stored, file.get_tensor(stored.key))
 
 
-def _formed(stored: Stored, tensor: torch.Tensor) -> torch.Tensor:
+def _formed(stored: Stored, tensor: Any) -> Any:
+    """Return a matrix of torch or numpy in the file's layout."""
     if stored.form is Form.transposed:
         return tensor.T.contiguous()
     if stored.form is Form.interleaved:  # rows i and i + d/2 of a head become adjacent
         halves = tensor.reshape(stored.heads, 2, -1, *tensor.shape[1:])
-        return halves.transpose(1, 2).reshape(tensor.shape)
+        return halves.swapaxes(1, 2).reshape(tensor.shape)
     return tensor
 
 
@@ -251,6 +260,93 @@ def _refuse_second_head(layout: GgufLayout) -> None:
     )
 
 
+ADAPTER_FILE = "adapter.gguf"
+
+
+def write_gguf_adapter(
+    target: Path,
+    manifest: AdapterManifest,
+    tensors: Mapping[str, np.ndarray],
+    base: AdapterBase,
+) -> None:
+    """Write a LoRA adapter as a GGUF file, for llama.cpp and Ollama.
+
+    Readers multiply ``B A`` by ``adapter.lora.alpha`` over the rank of the pair. The rows of B are
+    in the order of the base's rows in its own GGUF file.
+
+    Args:
+        target: the file.
+        manifest: the adapter's manifest, with the same alpha for every layer.
+        tensors: its tensors, f32, by logical name.
+        base: its base model.
+
+    Raises:
+        MissingExtra: gguf is not installed.
+    """
+    require_gguf()
+    import gguf
+
+    writer = gguf.GGUFWriter(target, base.shape.family.model_type)
+    try:
+        writer.add_type("adapter")
+        writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+        writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, manifest.alpha)
+        for layer, stored in _adapted(manifest, base).items():
+            writer.add_tensor(f"{stored.name}.lora_a", tensors[f"{layer}.lora_a"])
+            B_OR = np.ascontiguousarray(_formed(stored, tensors[f"{layer}.lora_b"]))
+            writer.add_tensor(f"{stored.name}.lora_b", B_OR)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    finally:
+        writer.close()
+
+
+def read_gguf_adapter(
+    path: Path, manifest: AdapterManifest, base: AdapterBase
+) -> tuple[int, dict[str, np.ndarray]]:
+    """Read a file of :func:`write_gguf_adapter`.
+
+    Args:
+        path: the file.
+        manifest: manifest of the adapter that was written; its layers and names are kept.
+        base: its base model.
+
+    Returns:
+        Alpha, and the tensors by logical name.
+    """
+    import gguf
+
+    file = gguf.GGUFReader(path)
+    stored = {one.name: np.array(one.data) for one in file.tensors}
+    found: dict[str, np.ndarray] = {}
+    for layer, place in _adapted(manifest, base).items():
+        B_OR = stored[f"{place.name}.lora_b"]
+        if place.form is Form.interleaved:
+            pairs = B_OR.reshape(place.heads, -1, 2, B_OR.shape[1])
+            B_OR = pairs.swapaxes(1, 2).reshape(B_OR.shape)
+        found |= {f"{layer}.lora_a": stored[f"{place.name}.lora_a"], f"{layer}.lora_b": B_OR}
+    return int(file.fields[gguf.Keys.Adapter.LORA_ALPHA].contents()), found
+
+
+def _adapted(manifest: AdapterManifest, base: AdapterBase) -> dict[str, Stored]:
+    """Return the tensor of the base's file that each layer of an adapter adds to."""
+    paths = {layer: base.modules[layer].path for layer in manifest.layer_order}
+    shape = base.shape
+    names = tensor_names(shape.family.model_type, shape.num_hidden_layers)
+    return {
+        layer: stored_as(
+            f"{names.get_name(path)}.weight",
+            path,
+            (base.modules[layer].out, base.modules[layer].width),
+            model_type=shape.family.model_type,
+            heads=shape.num_attention_heads,
+            key_value_heads=shape.num_key_value_heads,
+        )
+        for layer, path in paths.items()
+    }
+
+
 MODELFILE = "Modelfile"
 _CHATML = (
     "{{- range .Messages }}<|im_start|>{{ .Role }}\n{{ .Content }}<|im_end|>\n{{ end }}"
@@ -283,7 +379,7 @@ def modelfile(tokenizer: HfTokenizer, *, base: str, adapter: str | None = None) 
         tokenizer: the model's tokenizer, with its chat template.
         base: argument of FROM: ``.`` for the Modelfile's directory, ``./name.gguf``, or the name of
             an adapter's base model.
-        adapter: argument of ADAPTER: a PEFT directory, relative to the Modelfile.
+        adapter: argument of ADAPTER: a GGUF file, relative to the Modelfile.
 
     Raises:
         RequestError: a name has a line break.

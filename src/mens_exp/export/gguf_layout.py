@@ -227,11 +227,8 @@ def _rope_factors(config: Any) -> tuple[float, ...] | None:
 
 
 def _tensors(directory: ModelDirectory, skeleton: Any, architecture: str) -> list[Stored]:
-    import gguf
-
     config, keys = skeleton.config, set(directory.tensors)
-    arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    names = tensor_names(architecture, config.num_hidden_layers)
     tied = set(skeleton.all_tied_weights_keys) if config.tie_word_embeddings else set()
     found, problems = [], []
     for path, parameter in skeleton.named_parameters():
@@ -244,7 +241,16 @@ def _tensors(directory: ModelDirectory, skeleton: Any, architecture: str) -> lis
             continue
         keys.discard(key)
         module, _, part = path.rpartition(".")
-        found.append(_stored(f"{names.get_name(module)}.{part}", key, shape, config))
+        found.append(
+            stored_as(
+                f"{names.get_name(module)}.{part}",
+                key,
+                shape,
+                model_type=config.model_type,
+                heads=config.num_attention_heads,
+                key_value_heads=getattr(config, "num_key_value_heads", 0),
+            )
+        )
     keys = {key for key in keys if not _BUFFER.search(key)} - tied
     problems += [
         ModelFileError("is not a tensor of the model", where=f"{directory.path}: {key}")
@@ -266,17 +272,46 @@ def _missing(
     )
 
 
-def _stored(name: str, key: str, shape: tuple[int, ...], config: Any) -> Stored:
-    form, heads = Form.plain, 0
-    if config.model_type == "gpt2" and len(shape) > 1 and name.startswith("blk."):
+def tensor_names(architecture: str, layers: int) -> Any:
+    """Return gguf's map from the modules of transformers to names in a file."""
+    import gguf
+
+    arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    return gguf.get_tensor_name_map(arch, layers)
+
+
+def stored_as(
+    name: str,
+    key: str,
+    shape: tuple[int, ...],
+    *,
+    model_type: str,
+    heads: int,
+    key_value_heads: int,
+) -> Stored:
+    """Return how a tensor of a checkpoint is stored.
+
+    Args:
+        name: its name in the file.
+        key: its key in the checkpoint.
+        shape: its shape there.
+        model_type: type of the model.
+        heads: number of attention heads.
+        key_value_heads: number of heads of keys and values.
+    """
+    form, turned = Form.plain, None
+    if model_type == "gpt2" and len(shape) > 1 and name.startswith("blk."):
         form, shape = Form.transposed, shape[::-1]
-    elif config.model_type in {"llama", "mistral"} and (
-        turned := re.search(r"\.attn_([qk])\.", name)
-    ):
+    elif model_type in {"llama", "mistral"} and (turned := re.search(r"\.attn_([qk])\.", name)):
         form = Form.interleaved
-        heads = config.num_attention_heads if turned[1] == "q" else config.num_key_value_heads
-    is_small = len(shape) == 1 or name == "position_embd.weight"
-    return Stored(name=name, key=key, shape=shape, form=form, heads=heads, is_small=is_small)
+    return Stored(
+        name=name,
+        key=key,
+        shape=shape,
+        form=form,
+        heads=0 if turned is None else heads if turned[1] == "q" else key_value_heads,
+        is_small=len(shape) == 1 or name == "position_embd.weight",
+    )
 
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6

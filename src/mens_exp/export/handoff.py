@@ -7,9 +7,9 @@ The vLLM restrictions follow its ``lora/peft_helper.py`` and ``config/lora.py``:
 top-level r and alpha of adapter_config.json for every layer, and does not support patterns, DoRA,
 biases or fully saved modules.
 
-Ollama's ``convert/convert.go`` reads `lora_alpha` alone of adapter_config.json, as a whole number,
-and llama.cpp multiplies ``B A`` by it over the rank of the pair. Its ``convert_llama_adapter.go``
-and ``convert_gemma2_adapter.go`` name the matrices of dense decoder layers, and no others.
+Ollama applies an adapter with llama.cpp, which multiplies ``B A`` by one alpha over the rank of the
+pair. It gets a GGUF file, because Ollama's own conversion of a PEFT directory of Llama
+(``convert_llama_adapter.go``) reorders A of q and k, where the rows of B would have to be.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from mens_exp.artifacts.run_dir import RunDir, resolve
 from mens_exp.errors import DataError, MensError, Problems, RequestError
 from mens_exp.export.adapter import is_free
 from mens_exp.layout.checkpoint_files import read_directory, read_header
-from mens_exp.layout.peft_adapter import read_peft
 from mens_exp.layout.shape import HEAD, check_weights
 
 if TYPE_CHECKING:
@@ -355,37 +354,10 @@ def for_ollama(
         if factor != 1:
             B_OR = tensors[f"{layer}.lora_b"].astype("float64") * factor
             folded[f"{layer}.lora_b"] = B_OR.astype("float32")
-    return _with_own_ranks(manifest, manifest.alpha), folded
+    return with_own_ranks(manifest, manifest.alpha), folded
 
 
-def as_ollama_reads(
-    directory: Path, manifest: AdapterManifest, base: AdapterBase
-) -> tuple[AdapterManifest, Mapping[str, np.ndarray]]:
-    """Return the adapter that Ollama makes of a PEFT directory: alpha over the rank of each B.
-
-    Args:
-        directory: the directory.
-        manifest: manifest of the adapter that was written; its layers and names are kept.
-        base: its base model.
-
-    Raises:
-        DataError: `lora_alpha` is not a whole number.
-        Problems: the files are damaged.
-    """
-    alpha = _config_of(directory).get("lora_alpha")
-    if type(alpha) is not int or alpha < 0:
-        raise DataError(
-            "Ollama reads a whole number",
-            where=f"{directory / _PEFT_CONFIG}: lora_alpha",
-            found=alpha,
-            expected="an integer of at least 0",
-        )
-    tensors = read_peft(directory, base.shape.family).tensors
-    ranks = {layer: tensors[f"{layer}.lora_b"].shape[1] for layer in manifest.layer_order}
-    return _with_own_ranks(manifest, alpha, ranks), tensors
-
-
-def _with_own_ranks(
+def with_own_ranks(
     manifest: AdapterManifest, alpha: int, ranks: Mapping[str, int] | None = None
 ) -> AdapterManifest:
     """Return a manifest of plain LoRA, whose layers have one alpha."""

@@ -241,6 +241,7 @@ def conversion_problems(config: RunConfig, given: Iterable[str]) -> list[MensErr
             if config.export.format is ExportFormat.ollama and manifest.form.has_pair:
                 assert conversion.base is not None, "PEFT's form asks for it"
                 found += ollama_problems(manifest, conversion.base)
+                require_gguf()
             return found
         light, _ = portable(manifest, tensors)
         if config.export.format is ExportFormat.v2:

@@ -410,7 +410,7 @@ def _ollama(config: RunConfig, run: Run, directory: Path) -> tuple[Certificate, 
     if config.ollama.form is OllamaForm.adapter:
         asked, base = _peft(config, run, directory)
         source = _tokenizer_directory(config, asked)
-        _modelfile(directory, source, base=base, adapter=".")
+        _modelfile(directory, source, base=base, adapter=f"./{gguf.ADAPTER_FILE}")
         _hand_off(directory, BackendFamily.OLLAMA, base, None, adapter=".", tokenizer=base)
         return certify_adapter(config, asked, directory), step
     merging = _merged(config, run)
@@ -439,6 +439,8 @@ def _peft(config: RunConfig, run: Run, directory: Path) -> tuple[Conversion, str
     if config.export.format is ExportFormat.ollama:
         manifest, tensors = for_ollama(manifest, tensors)
     write(manifest, tensors, ExportFormat.peft, directory, asked.base)
+    if config.export.format is ExportFormat.ollama:
+        gguf.write_gguf_adapter(directory / gguf.ADAPTER_FILE, manifest, tensors, asked.base)
     run.manifest.inputs.update(
         subject=str(asked.place.directory),
         subject_form=asked.place.form,
