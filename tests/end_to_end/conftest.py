@@ -31,7 +31,7 @@ def peft_model(run, base):
         return PeftModel.from_pretrained(model, run.peft).eval()
 
 
-def loss_of(model, run, directory, cache, **files):
+def loss_of(model, run, directory, cache):
     """Score validation documents one by one with `forward(labels=...)`, on the answers alone.
 
     The documents' text, ids and labels come from the tokenizer that transformers loads.
@@ -39,7 +39,7 @@ def loss_of(model, run, directory, cache, **files):
     from transformers import AutoTokenizer
 
     config = typed(from_yaml(run.config))
-    tokenizer = AutoTokenizer.from_pretrained(directory, **files)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
     options = {} if tokenizer.chat_template else {"chat_template": CHATML}
     total, count = 0.0, 0
     for pair in load_rows(config.data, cache).val:
@@ -85,11 +85,12 @@ def written_loss(cache):
     from transformers import AutoModelForCausalLM
 
     def scored(run, directory, change=None, **options):
-        files = {name: value for name, value in options.items() if name == "gguf_file"}
+        # transformers ignores how a GGUF file splits texts; tests/export/test_gguf.py reads its ids.
+        tokenizer = base_of(run, cache) if "gguf_file" in options else directory
         with quiet():
             model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **options)
         for parameter in model.parameters() if change is not None else ():
             parameter.data = change(parameter.data)
-        return loss_of(model.eval(), run, directory, cache, **files)
+        return loss_of(model.eval(), run, tokenizer, cache)
 
     return scored

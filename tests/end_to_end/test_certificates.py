@@ -347,7 +347,7 @@ def test_eight_bits_of_gguf_are_the_merged_weights_rounded_once(
         (
             ["export.format=ollama", "ollama.form=adapter"],
             "ollama",
-            {"Modelfile", "adapter_config.json", "adapter_model.safetensors"},
+            {"Modelfile", "adapter.gguf", "adapter_config.json", "adapter_model.safetensors"},
         ),
         (["export.format=vllm"], "vllm", {"adapter_config.json", "adapter_model.safetensors"}),
     ],
@@ -369,5 +369,5 @@ def test_a_run_leaves_for_other_programs_with_its_certificate(
     assert max(one["relative"] for one in tensors.values()) < 0.01
     if "Modelfile" in files:
         base = "smollm2_cut" if layers < 30 else "SmolLM2-135M-Instruct"
-        begins = "FROM .\n" if "config.json" in files else f"FROM {base}\nADAPTER .\n"
+        begins = "FROM .\n" if "config.json" in files else f"FROM {base}\nADAPTER ./adapter.gguf\n"
         assert (out / "Modelfile").read_text().startswith(begins)
