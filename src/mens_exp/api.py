@@ -178,7 +178,7 @@ class Run:
         return self._payloads("validation")
 
     def rows(self, side: str = "val") -> Sequence[TrainingPair]:
-        """Return the rows of one side of the data split.
+        """Return the rows of one side of the data split; of streamed rows, the first window's.
 
         Args:
             side: ``train``, ``val`` or ``heldout``.

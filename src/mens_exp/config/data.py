@@ -397,8 +397,10 @@ class RowsData(WrittenData):
     streaming: bool = setting(
         False,  # the value of the setting, named by its position in the schema
         "Read rows while training, for corpora larger than memory and disk. Rows to validate on "
-        "and to hold out are those of the first shuffle_buffer rows; others of their groups are "
-        "not trained on. Needs trainer.max_steps; bad rows behind the first ones are only counted.",
+        "and to hold out are those of the first shuffle_buffer rows. Later rows of these sides, a "
+        "share of val_frac + heldout_frac, are left out, so that no group is on two sides; with "
+        "rows to validate on of their own (val_path, val_split), only heldout_frac counts. Needs "
+        "trainer.max_steps; bad rows behind the first ones are only counted.",
     )
     shuffle_buffer: int = setting(
         10_000,
