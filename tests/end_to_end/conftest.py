@@ -85,7 +85,7 @@ def written_loss(cache):
     from transformers import AutoModelForCausalLM
 
     def scored(run, directory, change=None, **options):
-        # transformers ignores how a GGUF file splits texts; tests/export/test_gguf.py reads its ids.
+        # transformers ignores how a GGUF splits texts; tests/export/test_gguf.py reads its ids.
         tokenizer = base_of(run, cache) if "gguf_file" in options else directory
         with quiet():
             model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **options)
