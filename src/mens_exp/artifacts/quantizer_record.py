@@ -39,7 +39,8 @@ class Quantizer(_OfModules):
 
     Attributes:
         quant_type: its name, such as ``nf4``.
-        block_size: number of weights that share a scale.
+        block_size: number of weights that share a scale; without meaning for formats that have one
+            scale for each row (``int8``, ``torchao8``).
         double_quant: whether the scales are quantized too.
         compute_dtype: ``bf16`` or ``f32``: the dtype to which dequantized values are rounded.
         rounded_to: ``bf16`` or ``f32``: the dtype of the weights when they were quantized.
