@@ -360,7 +360,7 @@ def test_validation_of_the_base_has_no_virtual_tokens(run, finished_with):
             "task=export export.format=ollama ollama.form=adapter out={out}",
             "Ollama loads LoRA adapters alone",
         ),
-        ("task=export export.format=peft out={out}", "use adapter/peft of its run"),
+        ("task=export export.format=peft out={out}", "use adapter/peft, which its run has written"),
         ("task=export export.format=v3 out={out}", "prompt tuning changes no weight"),
         ("task=export export.format=v2 out={out}", "prompt tuning changes no weight"),
         ("task=serve", "is an adapter, not a complete model"),
