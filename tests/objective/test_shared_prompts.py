@@ -18,12 +18,10 @@ from mens_exp.training.build import objective_of
 from mens_exp.training.module import TrainingModule
 
 CLOSE = 1e-5
-# A reward is a tenth of a difference of sums of up to 2,700 nats, which f32 rounds by 2e-4 each.
-REWARD = 5e-5
 LONG = "Add two numbers, and say in a sentence what you have done. " * 12
 ROWS = [
     {"prompt": LONG, "chosen": "def add(x, y):\n    return x + y", "rejected": "no idea"},
-    {"prompt": "Hi.", "chosen": "Yes?", "rejected": "Yes, what do you want? " * 20},
+    {"prompt": "Hi.", "chosen": "Yes?", "rejected": "Yes, what do you want? " * 4},
     {"prompt": "Four?", "chosen": "Four", "rejected": "Four is a number"},
 ]
 SETTINGS = ("quant=none", "backend=lora", "quant.compute_dtype=f32", "lora.dropout=0")
@@ -70,7 +68,7 @@ def step(module, batch):
 def same(found, expected):
     loss, metrics, gradient = found
     assert loss == pytest.approx(expected[0], rel=CLOSE)
-    assert metrics == pytest.approx(expected[1], rel=CLOSE, abs=REWARD)
+    assert metrics == pytest.approx(expected[1], rel=CLOSE, abs=CLOSE)
     assert expected[2].norm() > 1e-3
     assert (gradient - expected[2]).norm() <= CLOSE * expected[2].norm()
 

@@ -142,5 +142,5 @@ def test_a_plan_tells_the_token_part_alone():
     )
     for cell in sections.token_cells(NODE["tokens"], {}):
         assert f"{cell.label}: {cell.text}" in shown
-    assert "longest: 512 tokens; 2 of 11 documents were longer" in shown
+    assert "longest: 512 tokens; 2 of 11 documents over the limit" in shown
     assert "labels shifted" not in shown

@@ -115,7 +115,7 @@ def test_rounds_train_on_the_finished_answers_that_pass(done):
         assert {task for task, _ in kept} == {task for task, _ in known}
         assert one["rows"] == len(rows) == len(kept)
         read = json.loads((place / "train" / "manifest.json").read_text())["data_contract"]
-        assert one["train_rows"] == read["tokens"]["documents"]  # with rows of its own
+        assert one["train_rows"] == read["tokens"]["documents"]  # its own rows included
     assert rounds_of(done)[-1]["rows"] > 4
 
 

@@ -331,19 +331,18 @@ def read_gguf_adapter(
 
 def _adapted(manifest: AdapterManifest, base: AdapterBase) -> dict[str, Stored]:
     """Return the tensor of the base's file that each layer of an adapter adds to."""
-    paths = {layer: base.modules[layer].path for layer in manifest.layer_order}
-    shape = base.shape
+    modules, shape = base.modules, base.shape
     names = tensor_names(shape.family.model_type, shape.num_hidden_layers)
     return {
         layer: stored_as(
-            f"{names.get_name(path)}.weight",
-            path,
-            (base.modules[layer].out, base.modules[layer].width),
+            f"{names.get_name(modules[layer].path)}.weight",
+            modules[layer].path,
+            (modules[layer].out, modules[layer].width),
             model_type=shape.family.model_type,
             heads=shape.num_attention_heads,
             key_value_heads=shape.num_key_value_heads,
         )
-        for layer, path in paths.items()
+        for layer in manifest.layer_order
     }
 
 
@@ -353,8 +352,8 @@ _CHATML = (
     "<|im_start|>assistant\n"
 )
 _SYSTEM = re.compile(r"<\|im_start\|>system\n(.*?)<\|im_end\|>\n", re.DOTALL)
-# Conversations that distinguish ChatML from similar templates: white space, all roles and turns.
 _Turns = tuple[tuple[str, str], ...]
+# Conversations that distinguish ChatML from similar templates: white space, all roles and turns.
 _PROBES: tuple[_Turns, ...] = (
     (("user", "one"),),
     (("user", " spaced \n"), ("assistant", " answer \n"), ("user", "two")),

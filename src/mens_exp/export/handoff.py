@@ -354,10 +354,10 @@ def for_ollama(
         if factor != 1:
             B_OR = tensors[f"{layer}.lora_b"].astype("float64") * factor
             folded[f"{layer}.lora_b"] = B_OR.astype("float32")
-    return with_own_ranks(manifest, manifest.alpha), folded
+    return as_plain_lora(manifest, manifest.alpha), folded
 
 
-def with_own_ranks(
+def as_plain_lora(
     manifest: AdapterManifest, alpha: int, ranks: Mapping[str, int] | None = None
 ) -> AdapterManifest:
     """Return a manifest of plain LoRA, whose layers have one alpha."""

@@ -421,8 +421,8 @@ def token_cells(part: Mapping[str, Any], unknown: Mapping[str, str]) -> Iterator
     whole = part["documents"] + part["nothing_to_learn"]
     nothing = f"{wording.count(part['nothing_to_learn'])} documents"
     yield _figure("nothing to learn", f"{nothing} ({_share(part, 'nothing_to_learn')})")
-    longer = f"{wording.count(part['truncated'])} of {wording.count(whole)} documents were longer"
-    yield _figure("longest", f"{wording.count(part['longest'])} tokens; {longer}")
+    over = f"{wording.count(part['truncated'])} of {wording.count(whole)} documents over the limit"
+    yield _figure("longest", f"{wording.count(part['longest'])} tokens; {over}")
 
 
 def _share(part: Mapping[str, Any], name: str) -> str:

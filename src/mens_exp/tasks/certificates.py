@@ -21,7 +21,7 @@ from mens_exp.export import parity
 from mens_exp.export.adapter import find, read
 from mens_exp.export.certificate import adapter_errors, hashes_of
 from mens_exp.export.gguf import ADAPTER_FILE, read_gguf_adapter
-from mens_exp.export.handoff import with_own_ranks
+from mens_exp.export.handoff import as_plain_lora
 from mens_exp.export.merge_choices import decide, deltas_of
 from mens_exp.export.parity import tensor_errors
 from mens_exp.export.subject import config_of, gather
@@ -469,7 +469,7 @@ def certify_adapter(config: RunConfig, asked: Conversion, written: Path) -> Cert
         assert asked.base is not None, "PEFT's form asks for it"
         alpha, tensors = read_gguf_adapter(written / ADAPTER_FILE, after[0], asked.base)
         ranks = {one: tensors[f"{one}.lora_b"].shape[1] for one in after[0].layer_order}
-        theirs_in_ollama = with_own_ranks(after[0], alpha, ranks), tensors
+        theirs_in_ollama = as_plain_lora(after[0], alpha, ranks), tensors
         errors = _worse(errors, adapter_errors(*before, *theirs_in_ollama))
     if place.form == "peft" and asked.place.run is not None:
         theirs = config_of(asked.place.run)
