@@ -129,11 +129,20 @@ def probes(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _probes(request):
-    """Probe anew in a test that is about probes or may have changed code."""
+    """Probe anew in a test that is about probes, and while its monkeypatch has changed code."""
     is_marked = request.node.get_closest_marker("probes") is not None
-    probe_cache.is_on = not is_marked and "monkeypatch" not in request.fixturenames
+    patch = "monkeypatch" in request.fixturenames and request.getfixturevalue("monkeypatch")
+
+    def is_as_written():
+        if not patch:
+            return not is_marked
+        items = [place for place, _, _ in patch._setitem if place is not os.environ]
+        return not is_marked and not patch._setattr and not items
+
+    usual = probe_cache.is_usable
+    probe_cache.is_usable = is_as_written
     yield
-    probe_cache.is_on = True
+    probe_cache.is_usable = usual
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -105,12 +105,25 @@ def test_a_run_is_probed_once_and_anew_where_code_may_differ(train_in, probes, t
     (place,) = (path for path, text in kept.items() if f'"seconds": {first}' in text)
     place.write_text(kept[place].replace(f'"seconds": {first}', '"seconds": 12345'), "utf-8")
     assert seconds("third") == 12345
-    probe_cache.is_on = False
+    probe_cache.is_usable = lambda: False
     assert seconds("fourth") != 12345
     place.write_text(kept[place], "utf-8")
 
 
 @pytest.mark.probes
 def test_a_test_with_the_marker_probes_anew():
-    """So does a test that asks for `monkeypatch`, which may change code."""
-    assert not probe_cache.is_on
+    """Whatever it patches."""
+    assert not probe_cache.is_usable()
+
+
+def test_a_test_that_has_changed_code_probes_anew(monkeypatch):
+    """Until it undoes the change; a directory or a variable is no code."""
+    monkeypatch.setenv("HERE", "there")
+    monkeypatch.chdir("/")
+    assert probe_cache.is_usable()
+    monkeypatch.setattr(probe_cache, "FIRST", {})
+    assert not probe_cache.is_usable()
+    monkeypatch.undo()
+    assert probe_cache.is_usable()
+    monkeypatch.setitem(probe_cache.FIRST, "probe", 1)
+    assert not probe_cache.is_usable()

@@ -24,7 +24,7 @@ SIZES = {
     "vocab_size": 320,
     "hidden_size": 64,
     "intermediate_size": 128,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,

@@ -162,6 +162,7 @@ def test_the_page_shows_what_the_tests_install(typed, kind, option, command):
     if "task=evaluate" not in words:
         rows = [] if kind == "source" else ["data=tables", "data.upto=4"]
         tiny += [*rows, "suite=none", "trainer.max_steps=2", "schedule=constant"]
+        tiny += ["trainer.accumulate_grad_batches=1"]
     typed(*words, *tiny)
 
 

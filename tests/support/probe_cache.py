@@ -20,7 +20,11 @@ import torch
 
 FIRST = {"probe": 8, "view": 1}  # micro-batches that each reads
 MACHINE = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")  # variables that change rounding
-is_on = True
+
+
+def is_usable():
+    """Return whether known results may be used now; a test of changed code replaces this."""
+    return True
 
 
 def install(directory):
@@ -50,7 +54,7 @@ def install(directory):
 def known(directory, kind, module, stream, make):
     """Return a result that is kept, or make it and keep it."""
     has_teacher = module.teacher is not None or module.known_teachers is not None
-    if not is_on or has_teacher or torch.distributed.is_initialized():
+    if not is_usable() or has_teacher or torch.distributed.is_initialized():
         return make()
     batches = [stream.batch(number) for number in range(min(FIRST[kind], stream.total))]
     place = directory / f"{digest_of(kind, module, batches)}.json"

@@ -37,6 +37,7 @@ def settings(rows, **changes):
         *("model=tiny_llama", "trainer=cpu", "suite=none", "logger=none", "callbacks=minimal"),
         *("data=jsonl", f"data.path={rows}", "data.seq_len=192", "data.val_frac=0.1"),
         *("data.heldout_frac=0.1", "trainer.max_steps=2", "schedule=constant"),
+        "trainer.accumulate_grad_batches=1",
     ]
     usual = {
         "hypothesis": HYPOTHESIS,

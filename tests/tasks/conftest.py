@@ -33,8 +33,11 @@ def cell(tiny_run):
 
 
 @pytest.fixture
-def break_at(monkeypatch):
-    """Raise an error just before a micro-batch is trained on, until the patch is undone."""
+def break_at():
+    """Raise an error just before a micro-batch is trained on, until the patch is undone.
+
+    It changes no number, so a test of it may use known probes; `monkeypatch` would forbid them.
+    """
     from mens_exp.training.module import TrainingModule
 
     original = TrainingModule.training_step
@@ -45,9 +48,10 @@ def break_at(monkeypatch):
                 raise error or KeyboardInterrupt
             return original(self, batch, index)
 
-        monkeypatch.setattr(TrainingModule, "training_step", step)
+        TrainingModule.training_step = step
 
-    return planned
+    yield planned
+    TrainingModule.training_step = original
 
 
 @pytest.fixture

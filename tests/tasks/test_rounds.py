@@ -16,6 +16,7 @@ from mens_exp.tasks.run import Cancelled
 DIGIT = re.compile(r"\d")
 OWN = [
     *("model=tiny_llama", "trainer=cpu", "trainer.max_steps=40", "data.seq_len=96"),
+    "trainer.accumulate_grad_batches=1",
     *("logger=none", "callbacks=minimal", "optim.lr=2e-2", "schedule.warmup_steps=0"),
     *("data=jsonl", "data.path=own.jsonl", "data.contract.max_overlap_frac=1"),
     *("lora.targets=[all_linear,lm_head]", "lora.alpha=64"),  # a random model learns to end
@@ -200,7 +201,7 @@ def test_an_interrupted_training_goes_on_to_the_same_adapter(here, done, break_a
     suite = ("suite=jsonl", "suite.path=scored.jsonl", "suite.max_new_tokens=6")
     more = ["callbacks=default", "checkpoint.every_n_steps=10"]
     assert command("rejection_sampling.rounds=1", *more, suite=suite) == 0
-    break_at(90, Cancelled("SIGINT"))
+    break_at(25, Cancelled("SIGINT"))
     assert command("rejection_sampling.rounds=2", *more, suite=suite) == 130
     assert manifest(here / "rounds" / "round_2" / "train").status is Status.CANCELLED
     break_at(None)

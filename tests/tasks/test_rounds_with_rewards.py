@@ -55,6 +55,7 @@ def base(tmp_path_factory):
         patch.chdir(place)
         own = ["data=jsonl", "data.path=own.jsonl", "callbacks=minimal", "hydra.run.dir=own"]
         learns = ["model=tiny_llama", "trainer.max_steps=30", "optim.lr=2e-2"]
+        learns += ["trainer.accumulate_grad_batches=1"]
         assert cli.main([*learns, *own, *MODEL]) == 0
         assert cli.main(["task=merge", "path=own", "merge.mode=full", "out=merged"]) == 0
     return place

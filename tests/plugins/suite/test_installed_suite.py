@@ -60,6 +60,7 @@ def swept(typed_in, tmp_path_factory):
     tiny = ("model=tiny_llama", "trainer=cpu", "logger=none", "trainer.max_steps=2", "data=jsonl")
     tiny += ("data.path=rows.jsonl", "data.seq_len=64", "data.val_frac=0.1", "optim.lr=0.05")
     tiny += ("schedule=constant", "schedule.warmup_steps=0", "hydra.sweep.dir=all")
+    tiny += ("trainer.accumulate_grad_batches=1",)
     typed_in(directory)("-m", *tiny, *LETTERS, "lora.r=2,4", "seed=1,2")
     return directory / "all"
 
