@@ -27,7 +27,8 @@ def main() -> None:
     given = record.begin(parser)
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(mode=True)  # as in training on a CPU
-    overrides = ["trainer=cpu", *(SMALLEST if given.smallest else ()), *given.overrides]
+    smallest = (*SMALLEST, "model.num_hidden_layers=1") if given.smallest else ()
+    overrides = ["trainer=cpu", *smallest, *given.overrides]
     overrides.append(f"lora.dropout={DROPOUT}")
     arms = {kind: Arm(overrides) for kind in ("eager", "compiled")}
     start = time.perf_counter()

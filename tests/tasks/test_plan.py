@@ -44,15 +44,19 @@ PACKED = [
 
 
 @pytest.mark.parametrize(("name", "overrides"), PACKED, ids=[name for name, _ in PACKED])
-def test_a_plan_over_encoded_rows_has_the_steps_of_the_run(train_in, tmp_path, name, overrides):
+def test_a_plan_over_encoded_rows_has_the_steps_of_the_run(
+    train_in, rows_file, tmp_path, name, overrides
+):
     """Steps, warm-up, blocks, epochs and tokens agree with the run's own records.
 
     Dividing tokens by the length gives no blocks: half of a block stays empty if rows are long.
     """
-    varied = tmp_path / "varied.jsonl"
-    rows = [{"prompt": f"Add {n}.", "response": "x" * (10 + n * n % 170)} for n in range(80)]
+    varied, few = tmp_path / "varied.jsonl", tmp_path / "few.jsonl"
+    rows = [{"prompt": f"Add {n}.", "response": "x" * (10 + n * n % 170)} for n in range(32)]
     varied.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    few.write_text("".join(rows_file.read_text("utf-8").splitlines(keepends=True)[:24]), "utf-8")
     told = [
+        f"data.path={few}",
         *("trainer.max_steps=-1", "schedule=linear", "schedule.warmup_steps=null"),
         *("schedule.warmup_frac=0.3", *(one.format(varied=varied) for one in overrides)),
     ]
