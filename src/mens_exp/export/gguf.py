@@ -18,6 +18,7 @@ from mens_exp.artifacts import atomic
 from mens_exp.config.task import GgufDtype
 from mens_exp.errors import DataError, MissingExtra, ModelFileError, RequestError
 from mens_exp.export.gguf_layout import (
+    ARCHITECTURES,
     Form,
     layout_of,
     stored_as,
@@ -286,7 +287,7 @@ def write_gguf_adapter(
     require_gguf()
     import gguf
 
-    writer = gguf.GGUFWriter(target, base.shape.family.model_type)
+    writer = gguf.GGUFWriter(target, _architecture_of(base))
     try:
         writer.add_type("adapter")
         writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
@@ -329,10 +330,15 @@ def read_gguf_adapter(
     return int(file.fields[gguf.Keys.Adapter.LORA_ALPHA].contents()), found
 
 
+def _architecture_of(base: AdapterBase) -> str:
+    model_type = base.shape.family.model_type
+    return ARCHITECTURES.get(model_type, model_type)
+
+
 def _adapted(manifest: AdapterManifest, base: AdapterBase) -> dict[str, Stored]:
     """Return the tensor of the base's file that each layer of an adapter adds to."""
     modules, shape = base.modules, base.shape
-    names = tensor_names(shape.family.model_type, shape.num_hidden_layers)
+    names = tensor_names(_architecture_of(base), shape.num_hidden_layers)
     return {
         layer: stored_as(
             f"{names.get_name(modules[layer].path)}.weight",

@@ -308,7 +308,8 @@ def _found(
             yield refused("layers of different ranks", f"{name}: {shape[0]}", f"{rank}, as r says")
 
 
-_OLLAMA_FAMILIES = ("llama", "gemma2")
+# llama.cpp, on which Ollama runs, applies a GGUF adapter to models of its own architecture.
+_OLLAMA_FAMILIES = ("gemma2", "llama", "mistral", "qwen2", "qwen3")
 
 
 def ollama_problems(manifest: AdapterManifest, base: AdapterBase) -> Iterator[RequestError]:
