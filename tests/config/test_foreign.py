@@ -9,7 +9,6 @@ from omegaconf import OmegaConf
 from mens_exp import cli
 from mens_exp.artifacts.digest import sha256_file
 from mens_exp.artifacts.manifest import Manifest
-from mens_exp.config import compose as compose_module
 from mens_exp.config.compose import compose, from_yaml, to_yaml, typed
 from mens_exp.errors import MensError, Problems
 
@@ -81,11 +80,20 @@ def test_a_class_nobody_vouched_for_is_refused(stored, changes, place):
     assert "name the same _target_ in a file of ./conf" in said
 
 
-def test_a_class_that_only_omegaconf_reads_is_refused(stored, monkeypatch):
-    """OmegaConf's result is checked, even if the first, size-limited reading missed the class."""
-    file = stored({"backend._target_": "os.system"})
-    monkeypatch.setattr(compose_module, "parse_yaml", lambda *_: {})
-    assert ": backend._target_: a stored configuration may not name" in refusal(file)
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("note: !!python/object/apply:os.system [ls]", "could not determine a constructor"),
+        ("seed: 7", "found duplicate key seed"),
+    ],
+)
+def test_what_omegaconf_does_not_read_is_refused(stored, line, said):
+    """Its loader constructs no objects, and takes no key twice."""
+    file = stored({})
+    file.write_text(f"{file.read_text('utf-8')}\n{line}\n", encoding="utf-8")
+    with pytest.raises(yaml.YAMLError, match=said):
+        OmegaConf.load(file)  # the oracle
+    assert said in refusal(file)
 
 
 def test_a_configuration_in_a_text_is_refused(stored):
