@@ -457,6 +457,45 @@ def train_in(tiny_run):
     return trained
 
 
+@pytest.fixture
+def killed_at():
+    """Copy a run's directory just before a micro-batch, as a killed process leaves it."""
+    from mens_exp.artifacts.run_dir import RunDir
+    from mens_exp.training.module import TrainingModule
+
+    original = TrainingModule.training_step
+
+    def planned(number, run, copy):
+        def step(self, batch, index):
+            if batch.index == number and not copy.exists():
+                shutil.copytree(run, copy)
+                RunDir(copy).lock.unlink()  # its holder would be dead
+            return original(self, batch, index)
+
+        TrainingModule.training_step = step
+        return RunDir(copy)
+
+    yield planned
+    TrainingModule.training_step = original
+
+
+@pytest.fixture
+def whole_and_parts(train_in, killed_at, tmp_path):
+    """Return a run and one that was killed in its third step and then resumed."""
+    from mens_exp import cli
+    from mens_exp.artifacts.manifest import Manifest
+
+    def trained(*overrides):
+        parts = killed_at(5, tmp_path / "whole", tmp_path / "parts")
+        whole = train_in(tmp_path / "whole", *overrides)
+        assert not parts.adapter.exists()
+        assert cli.main([f"resume={parts.path}"]) == 0
+        assert Manifest.read(parts.manifest).attempts[-1]["resumed_from_step"] == 2
+        return whole, parts
+
+    return trained
+
+
 @pytest.fixture(scope="session")
 def finished_with(shelf, train_in):
     """Return the finished run of some overrides, trained once for all tests; do not change it."""

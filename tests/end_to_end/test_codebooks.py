@@ -267,10 +267,7 @@ def test_a_format_that_only_a_header_names_has_its_own_block(train_in, tiny_base
 @pytest.mark.parametrize(
     "told", [["quant=nvfp4"], ["quant=int2", "lora.variant=dora"], ["quant=hqq3"]]
 )
-def test_a_run_in_two_parts_is_the_run_in_one(train_in, tmp_path, told):
+def test_a_run_in_two_parts_is_the_run_in_one(whole_and_parts, told):
     """Resuming from the checkpoint gives the same bytes."""
-    through = train_in(tmp_path / "through", *told, "trainer.max_steps=4")
-    parts = train_in(tmp_path / "parts", *told, "trainer.max_steps=2")
-    assert cli.main([f"resume={parts.path}", "trainer.max_steps=4"]) == 0
-    found = [(one.adapter / "adapter.safetensors").read_bytes() for one in (through, parts)]
+    found = [(one.adapter / "adapter.safetensors").read_bytes() for one in whole_and_parts(*told)]
     assert found[0] == found[1]

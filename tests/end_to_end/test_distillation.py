@@ -52,14 +52,12 @@ def test_the_adapter_recovers_what_quantization_lost(beta, train_in, tmp_path):
 
 
 def test_a_run_in_parts_and_one_of_two_processes_take_the_course_of_one(
-    teacher, train_in, tmp_path
+    teacher, train_in, whole_and_parts, tmp_path
 ):
     """Resumed: the same bits. In two processes: equal within rounding."""
     settings = (DISTIL, f"objective.teacher={teacher}", "objective.beta=0.5")
     settings += ("objective.ce_weight=0.3", "objective.temperature=2", "quant.compute_dtype=f32")
-    parts = train_in(tmp_path / "parts", *settings, "trainer.max_steps=2")
-    assert cli.main([f"resume={parts.path}", "trainer.max_steps=4"]) == 0
-    whole = train_in(tmp_path / "whole", *settings)
+    whole, parts = whole_and_parts(*settings)
     mine, its = (load_file(one.adapter / "adapter.safetensors") for one in (parts, whole))
     assert all((mine[name] == its[name]).all() for name in its)
     two = train_in(tmp_path / "two", *settings, "trainer=ddp", "trainer.accelerator=cpu")
@@ -72,14 +70,14 @@ def test_a_run_in_parts_and_one_of_two_processes_take_the_course_of_one(
                 assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6)
 
 
-def test_hidden_states_are_compared_in_parts_and_in_two_processes_as_in_one(train_in, tmp_path):
+def test_hidden_states_are_compared_in_parts_and_in_two_processes_as_in_one(
+    train_in, whole_and_parts, tmp_path
+):
     """The same bits if resumed; equal within rounding for two processes or blocks of two."""
     place = model_directory(tmp_path / "deep", num_hidden_layers=4, init_seed=7)
     settings = (DISTIL, f"objective.teacher={place}", "objective.hidden_weight=0.5")
     settings += ("quant.compute_dtype=f32", "lora.dropout=0")
-    parts = train_in(tmp_path / "parts", *settings, "trainer.max_steps=2")
-    assert cli.main([f"resume={parts.path}", "trainer.max_steps=4"]) == 0
-    whole = train_in(tmp_path / "whole", *settings)
+    whole, parts = whole_and_parts(*settings)
     mine, its = (load_file(one.adapter / "adapter.safetensors") for one in (parts, whole))
     assert all((mine[name] == its[name]).all() for name in its)
     for one in events(whole, "step"):

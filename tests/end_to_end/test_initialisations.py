@@ -97,14 +97,12 @@ def test_a_start_from_gradients_is_recorded_and_scored_again(
     "init",
     [["lora.init=pissa"], ["lora.init=loftq", "lora.loftq_iters=2"], ["lora.init=lora_ga"]],
 )
-def test_a_run_that_goes_on_ends_as_one_never_stopped(train_in, tmp_path, init):
+def test_a_run_that_goes_on_ends_as_one_never_stopped(whole_and_parts, init):
     """Base and adapter are rebuilt from the checkpoint, and the bytes are the same."""
-    whole = train_in(tmp_path / "whole", *init, "trainer.max_steps=4")
-    part = train_in(tmp_path / "part", *init, "trainer.max_steps=2")
-    assert cli.main([f"resume={part.path}", "trainer.max_steps=4"]) == 0
-    ours, theirs = (read_adapter(run.adapter) for run in (part, whole))
+    both = whole_and_parts(*init)
+    ours, theirs = (read_adapter(run.adapter) for run in both)
     assert ours[0] == theirs[0]
-    files = [run.adapter / "adapter.safetensors" for run in (part, whole)]
+    files = [run.adapter / "adapter.safetensors" for run in both]
     assert files[0].read_bytes() == files[1].read_bytes()
 
 

@@ -94,10 +94,8 @@ def test_what_was_left_out_is_known_without_the_run(train_in, tiny_base, tmp_pat
     assert (again.quant.quant_type.value, again.quant.skip) == ("int8", skipped)
 
 
-def test_a_run_in_two_parts_is_the_run_in_one(train_in, tmp_path):
+def test_a_run_in_two_parts_is_the_run_in_one(whole_and_parts):
     """Resuming from the checkpoint gives the same bytes."""
-    through = train_in(tmp_path / "through", "quant=int8", "trainer.max_steps=4")
-    parts = train_in(tmp_path / "parts", "quant=int8", "trainer.max_steps=2")
-    assert cli.main([f"resume={parts.path}", "trainer.max_steps=4"]) == 0
-    found = [(one.adapter / "adapter.safetensors").read_bytes() for one in (through, parts)]
+    both = whole_and_parts("quant=int8")
+    found = [(one.adapter / "adapter.safetensors").read_bytes() for one in both]
     assert found[0] == found[1]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -18,7 +17,6 @@ import torch
 
 from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest
-from mens_exp.artifacts.run_dir import RunDir
 
 PAGE = Path(__file__).parents[2] / "docs" / "measured" / "families.md"
 # Families that once trained on a wrong loss, crashed, or were refused for a wrong reason.
@@ -114,29 +112,9 @@ def drawn_to_resume():
     return random.Random(seed_of_commit()).sample(others, 2)
 
 
-@pytest.fixture
-def killed_on_the_way(monkeypatch):
-    """Copy a run's directory in the middle of its third step, as a killed process leaves it."""
-    from mens_exp.training.module import TrainingModule
-
-    original = TrainingModule.training_step
-
-    def copying(run, copy):
-        def step(self, batch, index):
-            if batch.index == 5 and not copy.exists():
-                shutil.copytree(run, copy)
-                RunDir(copy).lock.unlink()  # its holder would be dead
-            return original(self, batch, index)
-
-        monkeypatch.setattr(TrainingModule, "training_step", step)
-        return RunDir(copy)
-
-    return copying
-
-
 @pytest.mark.parametrize("name", [*RESUMED, *drawn_to_resume()])
 def test_a_killed_run_ends_with_the_adapter_of_one_that_went_on(
-    name, train_in, killed_on_the_way, tmp_path
+    name, train_in, killed_at, tmp_path
 ):
     """The third step is repeated from the second checkpoint, and the bytes are the same."""
     settings = [
@@ -146,11 +124,11 @@ def test_a_killed_run_ends_with_the_adapter_of_one_that_went_on(
         "data.val_max_tokens=200",
         "lora.dropout=0.1",
     ]
-    goes_on(name, train_in, killed_on_the_way, tmp_path, *trains()[name], *settings)
+    goes_on(name, train_in, killed_at, tmp_path, *trains()[name], *settings)
 
 
-def goes_on(name, train_in, killed_on_the_way, tmp_path, *overrides):
-    part = killed_on_the_way(tmp_path / "whole", tmp_path / "part")
+def goes_on(name, train_in, killed_at, tmp_path, *overrides):
+    part = killed_at(5, tmp_path / "whole", tmp_path / "part")
     base = families.make_fitting(name, tmp_path / "model")
     whole = train_on(train_in, base, tmp_path / "whole", *overrides)
     assert not part.adapter.exists()
@@ -162,7 +140,7 @@ def goes_on(name, train_in, killed_on_the_way, tmp_path, *overrides):
 
 @pytest.mark.parametrize("name", ["mixtral", "granitemoe"])
 def test_a_killed_run_on_experts_ends_with_the_adapter_of_one_that_went_on(
-    name, train_in, killed_on_the_way, tmp_path
+    name, train_in, killed_at, tmp_path
 ):
     """The bytes are the same, whether experts are stored separately or together."""
     settings = [
@@ -170,7 +148,7 @@ def test_a_killed_run_on_experts_ends_with_the_adapter_of_one_that_went_on(
         *("trainer.accumulate_grad_batches=2", "checkpoint.every_n_steps=1"),
         "data.val_max_tokens=200",
     ]
-    goes_on(name, train_in, killed_on_the_way, tmp_path, *settings)
+    goes_on(name, train_in, killed_at, tmp_path, *settings)
 
 
 def reference_of(run):

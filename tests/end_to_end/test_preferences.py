@@ -84,12 +84,10 @@ def test_answers_that_are_preferred_gain(objective, rows, train_in, tmp_path):
 
 
 @pytest.mark.parametrize("objective", ["dpo", "orpo", "kto"])
-def test_a_run_in_parts_ends_with_the_bits_of_one(objective, rows, train_in, tmp_path):
+def test_a_run_in_parts_ends_with_the_bits_of_one(objective, rows, whole_and_parts):
     """Two steps and two more, padded, so that no block has several pairs."""
     settings = (f"objective={objective}", rows[objective], "data.packing=false")
-    parts = train_in(tmp_path / "parts", *settings, "trainer.max_steps=2")
-    assert cli.main([f"resume={parts.path}", "trainer.max_steps=4"]) == 0
-    whole = train_in(tmp_path / "whole", *settings)
+    whole, parts = whole_and_parts(*settings)
     for name, values in tensors(whole).items():
         assert (tensors(parts)[name] == values).all()
     for mine, its in zip(events(parts, "step"), events(whole, "step"), strict=True):

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import pytest
 
 from mens_exp import cli
 from mens_exp.artifacts.manifest import Manifest
-from mens_exp.artifacts.run_dir import RunDir
 from mens_exp.backends.qlora import QloraBackend
 from mens_exp.errors import SetupError
 from mens_exp.lora.keyed import LOWBIAS32, SFC64
 from mens_exp.model.compiled import NUMERICS
 from mens_exp.planning import compiling
 from mens_exp.planning.compiling import Rate
-from mens_exp.training.module import TrainingModule
 
 TRUE = ("trainer.compile=true", "model.num_hidden_layers=1", "data.contract.probe=false")
 
@@ -45,30 +42,16 @@ def no_compiler(monkeypatch):
     monkeypatch.setattr(compiling, "has_compiler", lambda: False)
 
 
-def test_a_compiled_run_in_two_parts_is_the_run_in_one(train_in, tmp_path, monkeypatch):
-    """Resuming gives the same bytes, with every layer in compiled code all the time.
-
-    The first part is the directory in the middle of step 3, as a killed process leaves it.
-    """
+def test_a_compiled_run_in_two_parts_is_the_run_in_one(whole_and_parts, monkeypatch):
+    """Resuming gives the same bytes, with every layer in compiled code all the time."""
     import torch
 
-    parts, original = RunDir(tmp_path / "parts"), TrainingModule.training_step
-
-    def copying(self, batch, index):
-        if batch.index == 5 and not parts.path.exists():
-            shutil.copytree(tmp_path / "through", parts.path)
-            parts.lock.unlink()  # its holder would be dead
-        return original(self, batch, index)
-
-    monkeypatch.setattr(TrainingModule, "training_step", copying)
     real = torch.compiler.set_stance
     stances = {"eager_on_recompile": "fail_on_recompile"}
     monkeypatch.setattr(torch.compiler, "set_stance", lambda name: real(stances.get(name, name)))
-    through = train_in(tmp_path / "through", *TRUE)
-    assert cli.main([f"resume={parts.path}"]) == 0
-    assert Manifest.read(parts.manifest).attempts[-1]["resumed_from_step"] == 2
-    assert adapter(through) == adapter(parts)
-    for run in (through, parts):
+    whole, parts = whole_and_parts(*TRUE)
+    assert adapter(whole) == adapter(parts)
+    for run in (whole, parts):
         found = facts(run)
         decision = found["compile"]
         assert (decision["layers"], decision["reason"]) == ("compiled", "trainer.compile=true")
