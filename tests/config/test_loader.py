@@ -112,7 +112,7 @@ def test_the_working_directory_is_that_of_now(tmp_path, monkeypatch):
 
 GROUPS = group_options()
 OPTIONS = [f"{group}={option}" for group, options in GROUPS.items() for option in options]
-RANDOM, FEW = 300, 30
+RANDOM, FEW = 300, 12
 
 
 def sets_of_options():

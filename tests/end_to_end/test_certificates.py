@@ -1,11 +1,12 @@
 """An adapter on real weights: a correct merge passes its certificate, every wrong one fails.
 
-The weights are four of SmolLM2's layers; make soak takes all thirty. Transformers alone computes
-the run's validation loss from merged models and GGUF files.
+The weights are four of SmolLM2's layers; make soak takes all thirty, and more forms. Transformers
+alone computes the run's validation loss from merged models and GGUF files.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 
@@ -24,9 +25,10 @@ from mens_exp.planning.machine import look
 
 SQUARE = "base_model.model.model.layers.2.self_attn.q_proj"  # 576 by 576
 PROJECTIONS = 7  # of a layer
+in_soak = functools.partial(pytest.param, marks=pytest.mark.soak)
 
 
-@pytest.fixture(scope="module", params=[4, pytest.param(30, marks=pytest.mark.soak)])
+@pytest.fixture(scope="module", params=[4, in_soak(30)])
 def layers(request):
     """The number of SmolLM2's layers in the base model."""
     return int(request.param)
@@ -268,7 +270,7 @@ def exported(run, tmp_path):
 
 
 # Measured: 2e-8 and 4e-5; a weight keeps 24 bits or 11.
-@pytest.mark.parametrize(("dtype", "rel"), [("f32", 1e-6), ("f16", 2e-4)])
+@pytest.mark.parametrize(("dtype", "rel"), [("f32", 1e-6), in_soak("f16", 2e-4)])
 def test_a_run_leaves_as_gguf_with_its_certificate(dtype, rel, run, exported, of_gguf):
     """Merged in f32 and rounded once; transformers reads weights and tokenizer from the file."""
     out = exported("export.format=gguf", f"gguf.dtype={dtype}")
@@ -277,29 +279,30 @@ def test_a_run_leaves_as_gguf_with_its_certificate(dtype, rel, run, exported, of
     assert of_gguf(out) == validated(run, rel=rel)
 
 
-@pytest.mark.parametrize("by_run", [False, True])
-def test_a_gguf_file_is_certified_again(by_run, tmp_path, exported, monkeypatch):
+def test_a_gguf_file_is_certified_again(tmp_path, exported, monkeypatch):
     """By its directory or by the run that wrote it; one flipped bit of a weight is found."""
     out = exported("export.format=gguf", "gguf.dtype=q8_0")
     monkeypatch.chdir(tmp_path)
-    path = tmp_path / "record" if by_run else out
 
-    def inspected(name):
+    def inspected(name, path):
         directory = f"hydra.run.dir={tmp_path / name}"
         code = cli.main(["task=inspect", f"path={path}", "inspect.verify=true", directory])
         record = Inspection.read(RunDir(tmp_path / name).inspection)
         return code, {one["name"]: one["outcome"] for one in record.verification["checks"]}
 
-    code, outcomes = inspected("whole")
-    assert code == 0
-    assert outcomes["files.model.gguf"] == Outcome.EQUAL
-    assert outcomes["certificate: written.mean_kl"] == Outcome.EQUAL, outcomes
+    ways = {"of_directory": out, "of_run": tmp_path / "record"}
+    for name, path in ways.items():
+        code, outcomes = inspected(name, path)
+        assert code == 0
+        assert outcomes["files.model.gguf"] == Outcome.EQUAL
+        assert outcomes["certificate: written.mean_kl"] == Outcome.EQUAL, outcomes
     file = out / "model.gguf"
     content = bytearray(file.read_bytes())
     content[-5] ^= 1
     file.write_bytes(content)
-    code, outcomes = inspected("flipped")
-    assert (code, outcomes["files.model.gguf"]) == (4, Outcome.DIFFERS)
+    for name, path in ways.items():
+        code, outcomes = inspected(f"{name}_flipped", path)
+        assert (code, outcomes["files.model.gguf"]) == (4, Outcome.DIFFERS)
 
 
 @pytest.fixture
@@ -342,14 +345,18 @@ def test_eight_bits_of_gguf_are_the_merged_weights_rounded_once(
 @pytest.mark.parametrize(
     ("overrides", "family", "files"),
     [
-        (["export.format=hf"], "hf-transformers", {"config.json", "model.safetensors"}),
-        (["export.format=ollama"], "ollama", {"Modelfile", "config.json", "model.safetensors"}),
+        in_soak(["export.format=hf"], "hf-transformers", {"config.json", "model.safetensors"}),
+        in_soak(
+            ["export.format=ollama"], "ollama", {"Modelfile", "config.json", "model.safetensors"}
+        ),
         (
             ["export.format=ollama", "ollama.form=adapter"],
             "ollama",
             {"Modelfile", "adapter.gguf", "adapter_config.json", "adapter_model.safetensors"},
         ),
-        (["export.format=vllm"], "vllm", {"adapter_config.json", "adapter_model.safetensors"}),
+        in_soak(
+            ["export.format=vllm"], "vllm", {"adapter_config.json", "adapter_model.safetensors"}
+        ),
     ],
     ids=["hf", "ollama", "ollama adapter", "vllm"],
 )

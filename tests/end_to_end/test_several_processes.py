@@ -28,6 +28,7 @@ from mens_exp.tasks.inspect import replay
 F32 = ("quant.compute_dtype=f32", "trainer.max_steps=20", "checkpoint.every_n_steps=8")
 F32 += ("trainer.accumulate_grad_batches=4",)
 TWO = ("trainer=ddp", "trainer.accelerator=cpu")
+SOAK = pytest.mark.soak
 RELATIVE = 1e-4  # sums over two processes round differently; measured: 6e-8
 
 
@@ -157,7 +158,7 @@ def test_one_run_is_mirrored(train_in, tmp_path):
     assert len(list(run.wandb.glob("offline-run-*"))) == 1
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(1, 2, marks=SOAK)])
 def test_another_number_of_processes_goes_on(alone, train_in, tmp_path, before, after):
     """The steps after the eighth equal those of a run that always had one process."""
     run = train_in(tmp_path / "run", *F32, *(TWO if before == 2 else ()), "trainer.max_steps=8")
@@ -169,7 +170,7 @@ def test_another_number_of_processes_goes_on(alone, train_in, tmp_path, before, 
     same_course(run, alone)
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(1, 2, marks=SOAK)])
 def test_a_killed_run_goes_on_with_another_number(alone, tiny_run, cache, tmp_path, before, after):
     """The run is killed in the middle of a step, and resumed from a mid-epoch checkpoint."""
     run = RunDir(tmp_path / "run")
@@ -203,7 +204,9 @@ def test_an_end_that_not_all_share_is_trained_too(train_in, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "several", [TWO, ("trainer=fsdp", TWO[1], "quant.storage_dtype=f32")], ids=["ddp", "fsdp"]
+    "several",
+    [TWO, pytest.param(("trainer=fsdp", TWO[1], "quant.storage_dtype=f32"), marks=SOAK)],
+    ids=["ddp", "fsdp"],
 )
 def test_a_process_that_dies_ends_the_run_and_it_goes_on(alone, train_in, tmp_path, several):
     """One is killed after step 9: the record names it, and the checkpoint of step 8 is used."""
