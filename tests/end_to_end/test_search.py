@@ -23,6 +23,7 @@ from mens_exp.errors import MensError
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals; run it on Linux")
 
 RATE = "optim.lr=tag(log,interval(1e-5,1e-2))"
+SOAK = pytest.mark.soak
 SPACE = [RATE, "lora.r=4,8", "backend=qlora,full", "hydra.sweeper.n_trials=3"]
 
 
@@ -99,8 +100,8 @@ def test_a_killed_search_goes_on_as_if_it_had_not_been(tiny_run, whole, tmp_path
     ("fault", "code"),
     [
         (Fault(Site("write", "search.journal"), 4, "kill"), -signal.SIGKILL),
-        (Fault(Site("write", "search.journal"), 4, "full"), 3),
-        (Fault(Site("write", "#_#/telemetry.jsonl"), 9, "full"), 3),
+        pytest.param(Fault(Site("write", "search.journal"), 4, "full"), 3, marks=SOAK),
+        pytest.param(Fault(Site("write", "#_#/telemetry.jsonl"), 9, "full"), 3, marks=SOAK),
     ],
     ids=["killed in a draw", "full in a draw", "full in a job"],
 )

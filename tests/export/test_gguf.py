@@ -13,6 +13,7 @@ from mens_exp.config.task import GgufDtype
 from mens_exp.errors import MensError
 from mens_exp.export.gguf import _kind, write_gguf
 from mens_exp.export.gguf_layout import Form, Stored
+from mens_exp.export.parity import from_gguf
 from mens_exp.model.quiet import quiet
 
 gguf = pytest.importorskip("gguf", reason="gguf is missing: pip install 'mens-exp[gguf]'")
@@ -268,3 +269,19 @@ def test_smollm2_survives(
         print(f"{dtype}: mean KL {kl.mean():.2e}, max {kl.max():.2e}")  # the figures
         assert kl.mean() <= most
         file.unlink()
+
+
+def test_a_file_is_parsed_once_for_its_certificate(source_of, tmp_path, monkeypatch):
+    """Transformers asks for its configuration and its weights, and the package is as before."""
+    write_gguf(source_of("llama"), tmp_path / "model.gguf", GgufDtype.f32)
+    parsed = []
+
+    class Counting(gguf.GGUFReader):
+        def __init__(self, path):
+            parsed.append(path)
+            super().__init__(path)
+
+    monkeypatch.setattr(gguf, "GGUFReader", Counting)
+    with from_gguf(tmp_path):
+        assert len(parsed) == 1
+    assert gguf.GGUFReader is Counting

@@ -36,6 +36,7 @@ from mens_exp.export.gguf import ROPE_FACTORS
 from mens_exp.layout.prequantized import CODES
 from mens_exp.layout.shape import HEAD
 from mens_exp.model.quiet import quiet
+from mens_exp.model.sources import gguf_parsed_once
 from mens_exp.model.stored_weights import CodedRows
 from mens_exp.quant.binding import DTYPES
 from mens_exp.quant.layers import quantized_linears, values_of
@@ -290,12 +291,12 @@ def gguf_context(directory: Path) -> int:
 @contextmanager
 def from_gguf(directory: Path) -> Iterator[Forward]:
     """Read the GGUF file of an export with transformers, computing in f32."""
-    from gguf import GGUFReader
+    import gguf
     from transformers import AutoModelForCausalLM
 
-    file = GGUFReader(directory / GGUF)
-    tensors = {one.name: one.data for one in file.tensors}
-    with quiet():
+    with quiet(), gguf_parsed_once():
+        file = gguf.GGUFReader(directory / GGUF)
+        tensors = {one.name: one.data for one in file.tensors}
         config = _config_in(file, directory, tensors)
         model = AutoModelForCausalLM.from_pretrained(
             directory, gguf_file=GGUF, config=config, dtype=torch.float32, device_map={"": "cpu"}

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -293,7 +295,7 @@ def write_bundled(model: BundledModel, directory: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    with quiet():
+    with quiet(), gguf_parsed_once():
         weights = AutoModelForCausalLM.from_pretrained(
             str(path.parent),
             gguf_file=path.name,
@@ -305,6 +307,30 @@ def write_bundled(model: BundledModel, directory: Path) -> None:
         core = tokenizer.backend_tokenizer
         core.pre_tokenizer = _splitting(path)  # transformers takes GPT-2's for every BPE
         tokenizer.save_pretrained(directory)
+
+
+@contextmanager
+def gguf_parsed_once() -> Iterator[None]:
+    """Parse each GGUF file once in this context, in which no file may change.
+
+    Transformers parses it for the configuration, the tokenizer and the weights each, twice for some
+    of them. The header of a large vocabulary takes a second or more.
+    """
+    import gguf
+
+    parse, parsed = gguf.GGUFReader, {}
+
+    def known(path: Any) -> Any:
+        place = os.path.realpath(path)
+        if place not in parsed:
+            parsed[place] = parse(path)
+        return parsed[place]
+
+    gguf.GGUFReader = known  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = parse  # type: ignore[misc]
 
 
 def _splitting(path: Path) -> pre_tokenizers.PreTokenizer:
