@@ -486,11 +486,11 @@ def _yaml_loader() -> Any:
     loader = get_yaml_loader()
     if not yaml.__with_libyaml__:
         return loader
-    parser = yaml.cyaml.CParser
+    from yaml._yaml import CParser
 
-    class WithLibyaml(parser, loader):  # type: ignore[misc,valid-type]
+    class WithLibyaml(CParser, loader):  # type: ignore[misc,valid-type]
         def __init__(self, stream: Any) -> None:
-            parser.__init__(self, stream)
+            CParser.__init__(self, stream)
             SafeConstructor.__init__(self)
             Resolver.__init__(self)
 

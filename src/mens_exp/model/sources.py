@@ -326,11 +326,11 @@ def gguf_parsed_once() -> Iterator[None]:
             parsed[place] = parse(path)
         return parsed[place]
 
-    gguf.GGUFReader = known  # type: ignore[assignment,misc]
+    gguf.GGUFReader = known
     try:
         yield
     finally:
-        gguf.GGUFReader = parse  # type: ignore[misc]
+        gguf.GGUFReader = parse
 
 
 def _splitting(path: Path) -> pre_tokenizers.PreTokenizer:
