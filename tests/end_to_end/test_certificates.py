@@ -212,7 +212,6 @@ def test_an_adapter_that_is_not_the_trained_one_is_found(
     assert len(wrong) == tensors(layers)
 
 
-@pytest.mark.soak
 def test_the_same_form_untampered_passes(layers, merged, tampered):
     """The run's PEFT directory passes as the run's adapter."""
     code, out = merged(path=tampered(lambda *_: None))

@@ -73,7 +73,6 @@ def test_two_processes_take_the_course_of_one(alone, two):
     assert digests[0] == digests[1]
 
 
-@SOAK
 def test_two_processes_tune_norms_as_one_does(finished_with, train_in, tmp_path):
     """Norms get their gradients from both processes, and one adapter is written."""
     settings = (*F32, "lora=ln_tuning")
@@ -103,7 +102,6 @@ def test_weights_smoothing_and_noise_are_those_of_one_process(train_in, rows_fil
             assert mine[name] == its[name]
 
 
-@SOAK
 def test_ranks_that_are_taken_away_are_those_of_one_process(train_in, tmp_path):
     """Each process computes AdaLoRA's allocation from the same gradients."""
     settings = (*F32, "lora=adalora", "lora.target_r=4", "trainer.max_steps=4")
@@ -115,7 +113,7 @@ def test_ranks_that_are_taken_away_are_those_of_one_process(train_in, tmp_path):
         assert ((ours[name] == 0) == (theirs[name] == 0)).all()
 
 
-@pytest.mark.parametrize(("option", "gap"), [("galore", 4), pytest.param("apollo", 3, marks=SOAK)])
+@pytest.mark.parametrize(("option", "gap"), [("galore", 4), ("apollo", 3)])
 def test_projections_are_those_of_one_process(train_in, tmp_path, request, option, gap):
     """Each process decomposes the same mean gradient, or draws with the same seed.
 
@@ -206,9 +204,7 @@ def test_an_end_that_not_all_share_is_trained_too(train_in, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "several",
-    [TWO, pytest.param(("trainer=fsdp", TWO[1], "quant.storage_dtype=f32"), marks=SOAK)],
-    ids=["ddp", "fsdp"],
+    "several", [TWO, ("trainer=fsdp", TWO[1], "quant.storage_dtype=f32")], ids=["ddp", "fsdp"]
 )
 def test_a_process_that_dies_ends_the_run_and_it_goes_on(alone, train_in, tmp_path, several):
     """One is killed after step 9: the record names it, and the checkpoint of step 8 is used."""

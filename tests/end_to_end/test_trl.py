@@ -284,9 +284,7 @@ def adapter_in(directory):
     return torch.cat([tensors[name].flatten() for name in sorted(tensors)]), tensors.keys()
 
 
-@pytest.mark.parametrize(
-    "name", ["padded", "packed", pytest.param("dynamic", marks=pytest.mark.soak)]
-)
+@pytest.mark.parametrize("name", BATCHES)
 def test_losses_and_adapter_are_those_of_trl(name, ours, theirs, first):
     """Ten steps in f32: each loss to 1e-6, and each element of the adapter to 1e-5."""
     run = ours(*BATCHES[name].ours)

@@ -271,7 +271,7 @@ def test_smollm2_survives(
         file.unlink()
 
 
-def test_a_file_is_parsed_once_for_its_certificate(source_of, tmp_path, monkeypatch):
+def test_transformers_parses_a_file_once(source_of, tmp_path, monkeypatch):
     """Transformers asks for its configuration and its weights, and the package is as before."""
     write_gguf(source_of("llama"), tmp_path / "model.gguf", GgufDtype.f32)
     parsed = []

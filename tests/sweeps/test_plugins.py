@@ -60,7 +60,6 @@ def pairs(tmp_path, monkeypatch):
     return path
 
 
-@pytest.mark.soak
 def test_plugins_run_what_local_runs(pairs, tiny_run, tmp_path, capsys):
     """hydra-list-sweeper pairs the values, and hydra-submitit-launcher starts the jobs.
 

@@ -187,7 +187,6 @@ def killed_and_started_again(name, meanwhile):
 
 
 @pytest.mark.usefixtures("forked_by_slurm")
-@pytest.mark.soak
 def test_killed_daemons_of_slurm_change_nothing(start, whole, tmp_path):
     """The controller and the node's daemon are each silent for some polls of the launcher."""
     place = tmp_path / "sweep"
@@ -266,7 +265,6 @@ def test_scancel_in_the_queue_shows_as_cancelled(start, tmp_path):
 
 
 @pytest.mark.usefixtures("forked_by_slurm")
-@pytest.mark.soak
 def test_jobs_in_the_queue_outlive_their_launcher(start, tmp_path):
     """Resuming waits for the existing array, and submits nothing."""
     place = tmp_path / "sweep"

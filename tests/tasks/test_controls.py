@@ -215,16 +215,7 @@ CHOICES = {
 }
 
 
-IN_SOAK = ("lora plus", "lr_range", "adafactor", "loha", "lokr", "randlora")
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param(settings, id=name, marks=pytest.mark.soak if name in IN_SOAK else ())
-        for name, settings in CHOICES.items()
-    ],
-)
+@pytest.mark.parametrize("settings", CHOICES.values(), ids=CHOICES)
 def test_a_run_with_another_optimizer_resumes_to_the_same_bytes(whole_and_parts, settings):
     """The checkpoint has the optimizer's state, whatever its format."""
     whole, parts = whole_and_parts(*settings)

@@ -81,8 +81,8 @@ def test_only_so_many_steps_are_taken_as_are_asked_for(run, replay, typed):
     [
         ["schedule=cosine", "lora.dropout=0.1", "trainer.val_check_interval=4"],
         ["lora.init=pissa", "lora.r=4"],
-        pytest.param(["lora.init=eva", "lora.r=4"], marks=pytest.mark.soak),
-        pytest.param(["lora.init=lora_ga", "lora.r=4"], marks=pytest.mark.soak),
+        ["lora.init=eva", "lora.r=4"],
+        ["lora.init=lora_ga", "lora.r=4"],
         ["lora=adalora", "lora.target_r=4"],
         [
             "backend=lora",

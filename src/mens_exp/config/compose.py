@@ -392,7 +392,7 @@ def from_yaml(path: Path) -> DictConfig:
     return root
 
 
-@functools.lru_cache(maxsize=64)  # a merge asks five times, a decision twice for each run
+@functools.lru_cache(maxsize=64)  # a merge asks five times; a study has many runs
 def _loaded(path: Path, data: bytes, _own_options: Any) -> DictConfig:
     """Load a stored configuration into the schemas, which the user's own options extend."""
     stored = _mapping_in(path, data)
@@ -482,7 +482,7 @@ def _mapping_in(path: Path, data: bytes) -> DictConfig:
 
 @functools.cache
 def _yaml_loader() -> Any:
-    """Return OmegaConf's YAML loader, with libyaml's parser if PyYAML has it: six times as fast."""
+    """Return OmegaConf's YAML loader, with libyaml's parser if PyYAML has it."""
     loader = get_yaml_loader()
     if not yaml.__with_libyaml__:
         return loader

@@ -308,7 +308,7 @@ def _found(
             yield refused("layers of different ranks", f"{name}: {shape[0]}", f"{rank}, as r says")
 
 
-# llama.cpp, on which Ollama runs, applies a GGUF adapter to models of its own architecture.
+# llama.cpp, on which Ollama runs, applies a GGUF adapter to any model of the same architecture.
 _OLLAMA_FAMILIES = ("gemma2", "llama", "mistral", "qwen2", "qwen3")
 
 

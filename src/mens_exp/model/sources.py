@@ -313,8 +313,8 @@ def write_bundled(model: BundledModel, directory: Path) -> None:
 def gguf_parsed_once() -> Iterator[None]:
     """Parse each GGUF file once in this context, in which no file may change.
 
-    Transformers parses it for the configuration, the tokenizer and the weights each, twice for some
-    of them. The header of a large vocabulary takes a second or more.
+    Transformers parses it for the configuration, the tokenizer and the weights each, which takes long
+    if the vocabulary is large.
     """
     import gguf
 
