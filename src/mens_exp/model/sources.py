@@ -313,7 +313,7 @@ def write_bundled(model: BundledModel, directory: Path) -> None:
 def gguf_parsed_once() -> Iterator[None]:
     """Parse each GGUF file once in this context, in which no file may change.
 
-    Transformers parses it for the configuration, the tokenizer and the weights each, which takes long
+    Transformers parses it for the configuration, the tokenizer and the weights each, which is slow
     if the vocabulary is large.
     """
     import gguf
